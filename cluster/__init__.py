@@ -1,0 +1,1 @@
+"""Who runs where, and when: the driver, the coordinator, placement and rollout."""

@@ -1,0 +1,1 @@
+"""The three kinds of process that do work: target, trainer, server."""
