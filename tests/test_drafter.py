@@ -191,7 +191,7 @@ def test_llama3_rope_scales_only_long_waves():
 
 def small_target(vocab=50):
     info = TargetInfo(
-        path="", name="small", fingerprint="small@0", hidden_size=16, intermediate_size=32, num_layers=6,
+        path="", name="small", fingerprint="small@0", hidden_size=16, intermediate_size=32, num_layers=12,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=vocab, rms_norm_eps=1e-5,
         rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=256)
@@ -227,6 +227,6 @@ def test_full_vocabulary_head_is_never_the_targets_own():
 
 def test_wrong_layer_ids_are_named():
     info, head = small_target()
-    for ids in ((3, 2, 1), (1, 2, 9), (2, 2, 3)):
+    for ids in ((3, 2, 1), (1, 2, 13), (2, 2, 3)):
         with pytest.raises(UserError, match="layer_ids"):
             init_drafter(info, head, DrafterConfigSection(), torch.arange(5), torch.Generator(), layer_ids=ids)

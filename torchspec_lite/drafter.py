@@ -108,7 +108,7 @@ def init_drafter(info: TargetInfo, head: FrozenHead, options: DrafterConfigSecti
     ids = tuple(layer_ids or info.default_layer_ids())
     if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > info.num_layers:
         raise UserError(f"capture.layer_ids {list(ids)}: ascending, different ids from 0 to {info.num_layers} are "
-                        f"needed for target {info.name}; its default is {list(info.default_layer_ids())}")
+                        f"needed for target {info.name}; set capture.layer_ids (left out: 2, N//2, N-3)")
     config = DrafterConfig(
         hidden_size=info.hidden_size, intermediate_size=options.intermediate_size or info.intermediate_size,
         num_attention_heads=info.num_attention_heads, num_key_value_heads=info.num_key_value_heads,
