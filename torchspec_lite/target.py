@@ -132,3 +132,8 @@ def _fingerprint(folder: Path, config: dict) -> str:
                 file.seek(min(size, place * size // 33))
                 digest.update(file.read(FINGERPRINT_CHUNK))
     return f"{folder.resolve().name}@{digest.hexdigest()[:16]}"
+
+
+def weight_bytes(info: TargetInfo) -> int:
+    """Size of the target's weight files in bytes."""
+    return sum(path.stat().st_size for path in weight_files(Path(info.path)))

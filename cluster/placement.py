@@ -1,0 +1,129 @@
+"""Who runs where: the plan of a run, its memory and its bandwidth, before anything is started."""
+
+import math
+from dataclasses import dataclass
+
+from torchspec_lite.config import Config
+from torchspec_lite.errors import UserError
+from torchspec_lite.target import TargetInfo, weight_bytes
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ENGINE_OVERHEAD = 900 << 20
+"""Memory of a vLLM actor and its engine process beside weights and cache, measured on a CPU (VLLM 0.32)."""
+TRAINER_OVERHEAD = 700 << 20
+OPTIMIZER_BYTES = 16
+"""fp32 weight, gradient and two AdamW moments of one parameter."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """`count` alike Ray actors: logical CPUs and GPUs each, and an estimate of each one's memory in bytes."""
+
+    name: str
+    count: int
+    cpus: float
+    gpus: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will start and move. `bytes_per_token` is what one captured token puts on the stream."""
+
+    run_dir: str
+    target: str
+    layer_ids: tuple[int, ...]
+    roles: tuple[Role, ...]
+    bytes_per_token: int
+    drafter_parameters: int
+    stream_budget: int
+    encrypted: bool
+
+    @property
+    def cpus(self) -> float:
+        return sum(role.count * role.cpus for role in self.roles)
+
+    @property
+    def gpus(self) -> float:
+        return sum(role.count * role.gpus for role in self.roles)
+
+    @property
+    def memory(self) -> int:
+        return sum(role.count * role.memory for role in self.roles)
+
+
+def make_plan(config: Config, info: TargetInfo) -> Plan:
+    """Work out a run's actors and needs from its config and target.
+
+    Raises UserError when a role's GPUs do not fit the tensor parallel size.
+    """
+    for name, section in (("capture", config.capture), ("serve", config.serve)):
+        if section.gpus and config.target.tensor_parallel_size > 1 and section.gpus != config.target.tensor_parallel_size:
+            raise UserError(f"{name}.gpus is {section.gpus:g} but target.tensor_parallel_size is "
+                            f"{config.target.tensor_parallel_size}; one engine needs that many whole GPUs")
+    weights = weight_bytes(info)
+    layer_ids = tuple(config.capture.layer_ids or info.default_layer_ids())
+    drafter = drafter_parameters(config, info, layer_ids)
+    frozen = 2 * info.vocab_size * info.hidden_size * BYTES[config.trainer.dtype]
+    roles = [
+        Role("target worker", config.capture.workers, config.capture.cpus, config.capture.gpus,
+             weights + (config.capture.kv_cache_mib << 20) + (config.stream.sender_budget_mib << 20) + ENGINE_OVERHEAD),
+        Role("trainer", config.trainer.ranks, config.trainer.cpus, config.trainer.gpus,
+             drafter * OPTIMIZER_BYTES + frozen + TRAINER_OVERHEAD
+             + (config.stream.budget_mib + config.trainer.reuse_buffer_mib << 20)),
+    ]
+    if config.serve.replicas:
+        roles.append(Role("serving replica", config.serve.replicas, config.serve.cpus, config.serve.gpus,
+                          weights + (config.serve.kv_cache_mib << 20) + drafter * BYTES[config.target.dtype]
+                          + ENGINE_OVERHEAD))
+    return Plan(
+        run_dir=str(config.run_dir), target=info.fingerprint, layer_ids=layer_ids, roles=tuple(roles),
+        bytes_per_token=(len(layer_ids) + 1) * info.hidden_size * BYTES[config.target.dtype] + 5,
+        drafter_parameters=drafter, stream_budget=config.stream.budget_mib << 20,
+        encrypted=config.stream.encrypt == "on" or config.stream.encrypt == "auto" and not is_loopback(config.stream.host))
+
+
+def drafter_parameters(config: Config, info: TargetInfo, layer_ids: tuple[int, ...]) -> int:
+    """Number of trainable parameters of the drafter that the config asks for."""
+    hidden, head = info.hidden_size, info.head_dim
+    attention = (info.num_attention_heads + 2 * info.num_key_value_heads) * head * 2 * hidden
+    attention += info.num_attention_heads * head * hidden
+    mlp = 3 * hidden * (config.drafter.intermediate_size or info.intermediate_size)
+    vocabulary = config.drafter.draft_vocab_size or info.vocab_size
+    return len(layer_ids) * hidden * hidden + attention + mlp + vocabulary * hidden
+
+
+def threads(cpus: float) -> int:
+    """Threads of a process that reserves this many logical CPUs."""
+    return max(1, math.ceil(cpus))
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "lo") or host.startswith("127.")
+
+
+def check_resources(plan: Plan, available: dict[str, float]) -> None:
+    """Raise UserError when a Ray cluster's total `available` resources cannot hold the plan: its actors would wait
+    for ever."""
+    for name, need in (("CPU", plan.cpus), ("GPU", plan.gpus)):
+        have = available.get(name, 0.0)
+        if need > have + 1e-6:
+            raise UserError(f"the plan needs {need:g} {name}s but the Ray cluster has {have:g}; lower capture/trainer/"
+                            f"serve.{name.lower()}s (fractions are allowed) or their counts, or add nodes")
+
+
+def render(plan: Plan) -> str:
+    """The plan as a table for people."""
+    lines = [f"run directory   {plan.run_dir}", f"target          {plan.target}",
+             f"captured        layer ids {list(plan.layer_ids)} and the last one, {plan.bytes_per_token:,} bytes a token",
+             f"drafter         {plan.drafter_parameters / 1e6:.1f} M trainable parameters",
+             f"stream          at most {plan.stream_budget >> 20} MiB waiting in each trainer, "
+             f"{'encrypted' if plan.encrypted else 'not encrypted (loopback)'}",
+             f"{'role':<16}{'actors':>7}{'CPUs':>7}{'GPUs':>7}{'memory each':>14}"]
+    lines += [f"{role.name:<16}{role.count:>7}{role.cpus:>7g}{role.gpus:>7g}{role.memory / 2**30:>11.1f} GiB"
+              for role in plan.roles]
+    lines.append(f"{'all':<16}{sum(role.count for role in plan.roles):>7}{plan.cpus:>7g}{plan.gpus:>7g}"
+                 f"{plan.memory / 2**30:>11.1f} GiB")
+    for rate in (1_000, 30_000):
+        lines.append(f"stream at {rate:>6,} tokens/s: {rate * plan.bytes_per_token / 1e9:.3f} GB/s into the trainers")
+    return "\n".join(lines)
