@@ -1,0 +1,54 @@
+"""How a vLLM engine of this project is set up: arguments and environment, the same for capture and for serving."""
+
+import math
+
+from torchspec_lite.config import TargetConfig
+
+
+def engine_args(target: TargetConfig, path: str, *, max_num_seqs: int, kv_cache_mib: int,
+                gpu_memory_utilization: float, gpus: float, max_num_batched_tokens: int | None,
+                prefix_caching: bool, compiled: bool = False) -> dict:
+    """Keyword arguments of `vllm.AsyncEngineArgs` for the target in folder `path`.
+
+    Without GPUs the key/value memory is `kv_cache_mib` MiB; with GPUs it is what `gpu_memory_utilization` leaves.
+    `compiled` lets inductor compile the model on a CPU, which costs tens of seconds at every start and gains little
+    on a small model; on a GPU vLLM always compiles and records CUDA graphs. `max_num_batched_tokens` None: vLLM's own.
+    """
+    args = {
+        "model": path,
+        "dtype": target.dtype,
+        "max_model_len": target.max_model_len,
+        "tensor_parallel_size": target.tensor_parallel_size,
+        "trust_remote_code": target.trust_remote_code,
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": prefix_caching,
+        "enable_log_requests": False,
+    }
+    if max_num_batched_tokens is not None:
+        args["max_num_batched_tokens"] = max(max_num_batched_tokens, max_num_seqs)
+    if gpus > 0:
+        args["gpu_memory_utilization"] = gpu_memory_utilization
+    else:
+        args["kv_cache_memory_bytes"] = kv_cache_mib << 20
+        args["enforce_eager"] = not compiled
+    return args
+
+
+def engine_env(cpus: float, gpus: float, tensor_parallel_size: int = 1) -> dict[str, str]:
+    """Environment an engine's process must have before it imports torch and vLLM (Ray: `runtime_env.env_vars`).
+
+    `cpus` rounded up is the number of threads. VLLM_CPU_KVCACHE_SPACE must be absent (it overrides the configured
+    memory): `clear_engine_env` takes it out of a process that inherited it.
+    """
+    env = {
+        "OMP_NUM_THREADS": str(max(1, math.ceil(cpus))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # A target is always a local folder by the time an engine opens it.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if gpus == 0 and tensor_parallel_size == 1:
+        # One process less (460 MB and 8 s): the engine core runs the model itself. AsyncLLM still has its own process.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return env
