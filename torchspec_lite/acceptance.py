@@ -19,9 +19,11 @@ from statistics import NormalDist
 import torch
 import torch.nn.functional as F
 
-from torchspec_lite.drafter import Drafter, rms_norm, unrolled_steps
+from torchspec_lite.batch import supervised_places
+from torchspec_lite.drafter import Drafter, unrolled_steps
 from torchspec_lite.sample import Sample
 from torchspec_lite.target import FrozenHead
+from torchspec_lite.teacher import TeacherStatistics, normed, teacher_statistics
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once by a head: 64 MiB in fp32
 
@@ -174,34 +176,6 @@ class Prediction:
         return self.walk.rounds
 
 
-def supervised_rows(mask: torch.Tensor, steps: int) -> torch.Tensor:
-    """Bool [K, n-1]: whether row t is supervised at step k, from an assistant mask [n].
-
-    With j = t+1+k: tokens t+1, j and j+1 all belong to answers (EAGLE31.md, "Training-time test").
-    """
-    answer = mask.bool()
-    n = len(answer)
-    supervised = torch.zeros(steps, n - 1, dtype=torch.bool, device=mask.device)
-    for k in range(min(steps, n - 2)):
-        rows = n - 2 - k
-        supervised[k, :rows] = answer[1:rows + 1] & answer[1 + k:rows + 1 + k] & answer[2 + k:rows + 2 + k]
-    return supervised
-
-
-def target_choices(sample: Sample, head: FrozenHead) -> torch.Tensor:
-    """The target's greedy choice after each token, over its full vocabulary: int64 [n-1], -1 where no step needs it.
-
-    Computed in the head's dtype, as an engine of that dtype does.
-    """
-    answer = sample.mask.bool()
-    needed = (answer[:-1] & answer[1:]).nonzero()[:, 0]                    # states j with resp(j) · resp(j+1)
-    choices = torch.full((len(answer) - 1,), -1, dtype=torch.int64, device=answer.device)
-    normed = _normed(sample, head)
-    for rows in _chunks(needed, len(head.lm_head)):
-        choices[rows] = F.linear(normed[rows], head.lm_head).argmax(-1)
-    return choices
-
-
 def walk_rounds(accepted: torch.Tensor, live: torch.Tensor, mask: torch.Tensor) -> list[int]:
     """Accepted tokens of each round as serving would make them.
 
@@ -223,32 +197,38 @@ def walk_rounds(accepted: torch.Tensor, live: torch.Tensor, mask: torch.Tensor) 
 
 @torch.no_grad()
 def predict(drafter: Drafter, head: FrozenHead, samples: Sequence[Sample], steps: int,
-            dtype: torch.dtype = torch.float32, choices: Sequence[torch.Tensor] | None = None,
+            dtype: torch.dtype = torch.float32, statistics: Sequence[TeacherStatistics] | None = None,
             sampled: bool = False) -> Prediction:
     """Predict acceptance on `samples` with K = `steps` drafts a round, and measure drift.
 
-    `dtype`: of the drafter's arithmetic (the serving dtype predicts best). `choices`: `target_choices` of each sample,
-    kept from an earlier call (they depend on the target alone); None computes them. `sampled` adds the sampled AL, which
-    needs the target's whole distribution at each row. A drafted token counts only if it is the target's choice over
-    the FULL vocabulary, so what lies outside the draft vocabulary is never accepted.
+    `dtype`: of the drafter's arithmetic (the serving dtype predicts best). `statistics`: `teacher_statistics` of each
+    sample, kept from an earlier call (they depend on the target alone); None computes them. `sampled` adds the sampled
+    AL, which needs the target's whole distribution at each row. A drafted token counts only if it is the target's
+    choice over the FULL vocabulary, so what lies outside the draft vocabulary is never accepted. Samples may be
+    on the CPU; the work is done where the drafter and the head are.
     """
     if any(p.dtype != dtype for p in drafter.parameters()):
         drafter = copy.deepcopy(drafter).to(dtype)
-    choices = [target_choices(sample, head) for sample in samples] if choices is None else choices
+    device = drafter.lm_head.device
     live_rounds, walked, sampled_sum, covered = [], [], 0.0, 0
     drift = torch.zeros(3, steps, dtype=torch.float64)
-    for sample, choice in zip(samples, choices, strict=True):
-        supervised = supervised_rows(sample.mask, steps)                   # [K, n-1]
-        live = supervised[0]
+    for i, sample in enumerate(samples):
+        n = len(sample.token_ids)
+        supervised = supervised_places(sample.mask.cpu(), torch.tensor([0, n]), steps)[:, :n - 1].to(device)
+        live = supervised[0]                                               # [n-1]
         if not live.any():
             continue
+        last = sample.last.to(device)
+        known = teacher_statistics(last, sample.mask, head) if statistics is None else statistics[i]
+        choice = known.argmax.to(device)                                   # [n-1]
         covered += int(torch.isin(choice[1:][live[:-1]], drafter.draft_ids).sum())
-        accepted = torch.zeros(len(live), dtype=torch.int64)
+        accepted = torch.zeros(n - 1, dtype=torch.int64, device=device)
         prefix, joint = live, live.double()
-        states = unrolled_steps(drafter, head.embed_tokens, sample.token_ids.long(), sample.aux, steps)
+        states = unrolled_steps(drafter, head.embed_tokens, sample.token_ids.to(device).long(), sample.aux.to(device),
+                                steps)
         for k, step in enumerate(states):
             drift[:, k] += torch.stack([measure[live].double().sum() for measure in (
-                step.feature.float().norm(dim=-1), step.sink_mass, step.own_mass)])
+                step.feature.float().norm(dim=-1), step.sink_mass, step.own_mass)]).cpu()
             rows = (prefix & supervised[k]).nonzero()[:, 0]
             prefix = torch.zeros_like(live)
             for part in _chunks(rows, len(drafter.lm_head)):
@@ -256,7 +236,7 @@ def predict(drafter: Drafter, head: FrozenHead, samples: Sequence[Sample], steps
                 prefix[part] = drafted == choice[part + 1 + k]
             accepted += prefix
             if sampled:
-                joint = joint * _overlap(drafter, head, sample, step.output, supervised[k], k)
+                joint = joint * _overlap(drafter, head, last, step.output, supervised[k], k)
                 sampled_sum += float(joint.sum())
         live_rounds += accepted[live].tolist()
         walked += walk_rounds(accepted, live, sample.mask)
@@ -269,19 +249,15 @@ def predict(drafter: Drafter, head: FrozenHead, samples: Sequence[Sample], steps
         feature_norm=tuple(means[0]), sink_mass=tuple(means[1]), own_mass=tuple(means[2]))
 
 
-def _overlap(drafter, head, sample, output, supervised, k):
+def _overlap(drafter, head, last, output, supervised, k):
     """alpha [n-1] fp64 of step k: sum over tokens of min(p, q) where the row is supervised, else 0."""
-    overlap = torch.zeros(len(supervised), dtype=torch.float64)
-    normed = _normed(sample, head)
+    overlap = torch.zeros(len(supervised), dtype=torch.float64, device=supervised.device)
     for rows in _chunks(supervised.nonzero()[:, 0], len(head.lm_head)):
-        p = F.linear(normed[rows + 1 + k], head.lm_head).float().softmax(-1)[:, drafter.draft_ids]
+        states = normed(last[rows + 1 + k], head, head.lm_head.dtype)
+        p = F.linear(states, head.lm_head).float().softmax(-1)[:, drafter.draft_ids]
         q = F.linear(output[rows], drafter.lm_head).float().softmax(-1)
         overlap[rows] = torch.minimum(p, q).sum(-1).double()
     return overlap
-
-
-def _normed(sample, head):
-    return rms_norm(sample.last, head.norm_weight, head.norm_eps).to(head.lm_head.dtype)
 
 
 def _chunks(rows: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
