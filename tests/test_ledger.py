@@ -1,0 +1,464 @@
+"""The ledger against a simple model, through crashes, kills and faults."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torchspec_lite.errors import UserError
+from torchspec_lite.ledger import STATES, IllegalTransition, Ledger
+
+WORKERS = ("w0", "w1")
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add_samples([(f"s{i}", i) for i in range(6)], "train")
+    yield ledger
+    ledger.close()
+
+
+def deliver(ledger, count, worker="w0"):
+    leases = ledger.lease(worker, count, 0)
+    assert len(ledger.streamed([(lease.id, lease.attempt, 10) for lease in leases])) == len(leases)
+    return [(lease.id, lease.attempt) for lease in leases]
+
+
+def test_a_sample_lives_through_its_states(ledger):
+    first, second = ledger.lease("w0", 2, rank=1)
+    assert (first.id, first.ordinal, first.attempt, first.purpose, first.rank) == ("s0", 0, 1, "train", 1)
+    assert second.id == "s1"
+    assert ledger.account()["leased"] == 2
+    assert ledger.streamed([("s0", 1, 33)]) == {"s0": 0}
+    assert ledger.get("s0").state == "streamed" and ledger.get("s0").tokens == 33
+    assert ledger.trained([("s0", 1)], 7) == ["s0"]
+    assert (ledger.get("s0").state, ledger.get("s0").step) == ("trained", 7)
+    assert ledger.checkpointed(6) == 0 and ledger.get("s0").state == "trained"
+    assert ledger.checkpointed(7) == 1 and ledger.get("s0").state == "durable"
+    assert ledger.rejected("s1", 1, "too_long", "9 tokens")
+    assert ledger.account() == dict(queued=4, leased=0, streamed=0, trained=0, durable=1, rejected=1, all=6)
+    assert ledger.reasons() == {"too_long": 1}
+
+
+def test_leases_come_in_the_runs_order_whatever_the_order_of_adding(tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    ledger.add_samples([("b", 5), ("a", 9), ("c", 1)], "train")
+    ledger.add_samples([("h", 3)], "held_out")
+    assert [lease.id for lease in ledger.lease("w", 1, 0, "held_out")] == ["h"]
+    assert [lease.id for lease in ledger.lease("w", 9, 0)] == ["c", "b", "a"]
+    assert ledger.account("held_out")["all"] == 1 and ledger.account()["all"] == 3
+
+
+def test_adding_again_is_harmless_and_another_order_is_refused(ledger):
+    assert ledger.add_samples([(f"s{i}", i) for i in range(8)], "train") == 2
+    with pytest.raises(UserError, match="same data files and seed"):
+        ledger.add_samples([("s0", 1)], "train")
+    with pytest.raises(UserError, match="s1"):
+        ledger.add_samples([("new", 1)], "train")
+    with pytest.raises(UserError, match="held_out"):
+        ledger.add_samples([("s0", 0)], "held_out")
+    assert ledger.account()["all"] == 8
+
+
+@pytest.mark.parametrize("report", [
+    lambda ledger: ledger.streamed([("s0", 2, 1)]),           # an attempt that was never leased
+    lambda ledger: ledger.streamed([("nobody", 1, 1)]),
+    lambda ledger: ledger.trained([("s0", 1)], 1),            # leased, not admitted
+    lambda ledger: ledger.trained([("s5", 0)], 1),            # queued
+    lambda ledger: ledger.trained([("s2", 1)], 9),            # all passes trained already
+    lambda ledger: ledger.rejected("s2", 1, "x"),             # in the weights
+    lambda ledger: ledger.rejected("s3", 1, "x"),             # durable
+    lambda ledger: ledger.streamed([("s4", 1, 1)]),           # rejected
+    lambda ledger: ledger.trained([("s4", 1)], 9),
+    lambda ledger: ledger.requeue_ids([("s2", 1)]),
+    lambda ledger: ledger.trained([("h", 1)], 9),             # held out
+])
+def test_illegal_reports_raise_and_change_nothing(ledger, report):
+    ledger.lease("w0", 5, 0)
+    ledger.streamed([("s2", 1, 1), ("s3", 1, 1)])
+    ledger.trained([("s3", 1)], 1)
+    ledger.trained([("s2", 1)], 2)
+    ledger.checkpointed(1)
+    ledger.rejected("s4", 1, "bad")
+    ledger.add_samples([("h", 100)], "held_out")
+    ledger.lease("w0", 1, 0, "held_out")
+    ledger.streamed([("h", 1, 1)])
+    before = [ledger.get(id) for id in ("s0", "s1", "s2", "s3", "s4", "s5", "h")]
+    with pytest.raises(IllegalTransition):
+        report(ledger)
+    assert [ledger.get(id) for id in ("s0", "s1", "s2", "s3", "s4", "s5", "h")] == before
+
+
+def test_one_bad_report_in_a_batch_undoes_the_batch(ledger):
+    ledger.lease("w0", 2, 0)
+    with pytest.raises(IllegalTransition):
+        ledger.streamed([("s0", 1, 5), ("s5", 1, 5)])
+    assert ledger.get("s0").state == "leased"
+
+
+def test_a_dead_workers_samples_are_leased_again_and_its_late_delivery_dropped(ledger):
+    ledger.lease("w0", 2, 0)
+    ledger.lease("w1", 1, 0)
+    assert ledger.requeue_worker("w0") == 2
+    assert [lease.attempt for lease in ledger.lease("w1", 1, 0)] == [2]
+    assert ledger.streamed([("s0", 1, 5), ("s1", 1, 5)]) == {"s1": 0}   # s1 was not leased anew: no need to repeat it
+    assert ledger.streamed([("s0", 2, 5)]) == {"s0": 0}
+    assert not ledger.rejected("s0", 1, "late")
+    assert ledger.trained([("s0", 1)], 1) == []
+    assert ledger.ignored() == {"stale": 3, "duplicates": 0}
+
+
+def test_repeated_reports_count_once(ledger):
+    (item,) = deliver(ledger, 1)
+    assert ledger.streamed([(*item, 10)]) == {"s0": 0}      # the answer to the first report was lost
+    assert ledger.trained([item], 1) == ["s0"]
+    assert ledger.trained([item], 1) == []
+    assert ledger.streamed([(*item, 10)]) == {}             # would be trained twice
+    ledger.checkpointed(1)
+    ledger.checkpointed(1)
+    assert ledger.get("s0").passes_durable == 1
+    assert ledger.ignored() == {"stale": 0, "duplicates": 3}
+
+
+def test_restore_undoes_exactly_the_passes_the_weights_do_not_hold(tmp_path):
+    ledger = Ledger(tmp_path / "l", reuse=2)
+    ledger.add_samples([(name, place) for place, name in enumerate("abcdef")], "train")
+    items = deliver(ledger, 5)
+    a, b, c, d, e = items
+    ledger.trained([a, b], 1)
+    ledger.trained([a, c], 2)
+    ledger.checkpointed(2)
+    ledger.trained([b, c, d], 3)
+    assert ledger.get("a").state == "durable" and ledger.get("b").state == "trained"
+    assert ledger.restore(2) == 4
+    rows = {name: (ledger.get(name).state, ledger.get(name).passes, ledger.get(name).step) for name in "abcdef"}
+    assert rows == {"a": ("durable", 2, 2), "b": ("queued", 1, 1), "c": ("queued", 1, 2), "d": ("queued", 0, None),
+                    "e": ("queued", 0, None), "f": ("queued", 0, None)}
+    assert ledger.trained([b, c], 4) == [] and ledger.ignored()["stale"] == 2    # reports of the lost trainers
+    leases = ledger.lease("w1", 6, 0)
+    assert ledger.streamed([(lease.id, lease.attempt, 1) for lease in leases]) == dict(b=1, c=1, d=0, e=0, f=0)
+    assert ledger.trained([(lease.id, lease.attempt) for lease in leases], 3) == ["b", "c"]
+
+
+def test_restore_to_an_older_checkpoint_takes_durability_back(ledger):
+    items = deliver(ledger, 3)
+    for step, item in enumerate(items, 1):
+        ledger.trained([item], step)
+    ledger.checkpointed(3)
+    assert ledger.restore(1) == 2
+    assert [ledger.get(id).state for id in ("s0", "s1", "s2")] == ["durable", "queued", "queued"]
+    assert ledger.checkpoint_step() == 1
+    assert ledger.restore(0) == 1 and ledger.account()["queued"] == 6
+
+
+def test_restore_counts_a_checkpoint_whose_report_was_lost(ledger):
+    ledger.trained(deliver(ledger, 1), 1)
+    ledger.restore(1)
+    assert ledger.get("s0").state == "durable"
+
+
+def test_a_given_up_sample_keeps_the_passes_it_had(tmp_path):
+    ledger = Ledger(tmp_path / "l", reuse=3)
+    ledger.add_samples([("a", 0)], "train")
+    (item,) = deliver(ledger, 1)
+    ledger.trained([item], 1)
+    assert ledger.requeue_ids([item]) == 1
+    assert ledger.streamed([(*item, 1)]) == {}
+    (lease,) = ledger.lease("w1", 1, 0)
+    assert lease.attempt == 3
+    assert ledger.streamed([("a", 3, 1)]) == {"a": 1}
+
+
+def test_one_writer_and_any_readers(tmp_path):
+    ledger = Ledger(tmp_path / "l", reuse=4)
+    ledger.add_samples([("a", 0), ("b", 1)], "train")
+    with pytest.raises(UserError, match="another process"):
+        Ledger(tmp_path / "l", reuse=4)
+    reader = Ledger(tmp_path / "l", read_only=True)
+    assert reader.reuse == 4
+    ledger.lease("w", 1, 0)
+    assert reader.account()["leased"] == 1 and [row.id for row in reader.rows("leased")] == ["a"]
+    with pytest.raises(UserError, match="written|readonly"):
+        reader.lease("w", 1, 0)
+    ledger.close()
+    reader.close()
+    Ledger(tmp_path / "l", reuse=4).close()
+    with pytest.raises(UserError, match="trainer.reuse=4"):
+        Ledger(tmp_path / "l", reuse=2)
+    assert Ledger(tmp_path / "l", read_only=True).account()["leased"] == 1
+    with pytest.raises(UserError, match="exists"):
+        Ledger(tmp_path / "missing", read_only=True)
+
+
+@pytest.mark.parametrize("version, words", [(0, "older"), (99, "newer")])
+def test_another_schema_version_is_refused_by_name(tmp_path, version, words):
+    Ledger(tmp_path / "l").close()
+    db = sqlite3.connect(tmp_path / "l")
+    with db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (version,))
+    db.close()
+    for read_only in (False, True):
+        with pytest.raises(UserError, match=f"schema version {version} of an? {words}"):
+            Ledger(tmp_path / "l", read_only=read_only)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    (tmp_path / "text").write_text("not a database at all, but long enough to have a header" * 20)
+    with pytest.raises(UserError, match="text: file is not a database"):
+        Ledger(tmp_path / "text")
+    db = sqlite3.connect(tmp_path / "other")
+    db.execute("CREATE TABLE notes(text)")
+    db.close()
+    with pytest.raises(UserError, match="no ledger of torchspec-lite"):
+        Ledger(tmp_path / "other")
+
+
+def test_a_full_disk_is_one_clear_error_and_changes_nothing(ledger):
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(UserError, match="ledger.sqlite: database or disk is full; free some disk space"):
+        ledger.add_samples([(f"more-{i}" * 20, 100 + i) for i in range(1000)], "train")
+    ledger._db.execute("PRAGMA max_page_count = 1000000")
+    assert ledger.account()["all"] == 6
+    assert ledger.add_samples([("more", 100)], "train") == 1
+
+
+def test_versions_and_events(ledger):
+    ledger.add_version(1, 50, 400, None, 1.31)
+    ledger.add_version(2, 100, 800, 1, None)
+    with pytest.raises(IllegalTransition, match="exists"):
+        ledger.add_version(2, 100, 800, 1, 1.4)
+    ledger.set_version_state(2, "rolled_back", "acceptance 1.0")
+    with pytest.raises(IllegalTransition, match="lost"):
+        ledger.set_version_state(1, "lost")
+    with pytest.raises(IllegalTransition, match="not in the ledger"):
+        ledger.set_version_state(3, "gated")
+    one, two = ledger.versions()
+    assert (one["version"], one["step"], one["samples"], one["parent"], one["predicted"], one["state"]) == (
+        1, 50, 400, None, 1.31, "exported")
+    assert (two["state"], two["reason"], two["parent"]) == ("rolled_back", "acceptance 1.0", 1)
+    for number in range(5):
+        ledger.add_event("swap" if number % 2 else "alarm", f"text {number}", version=2, replica="r0",
+                         data={"number": number})
+    assert [event["data"]["number"] for event in ledger.history(limit=2)] == [3, 4]
+    assert [event["text"] for event in ledger.history(kind="swap")] == ["text 1", "text 3"]
+    ledger.add_event("alarm", "plain")
+    assert ledger.history(1)[0]["data"] is None
+
+
+def test_five_thousand_transitions_a_second_in_batches(tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    ledger.add_samples([(f"s{i}", i) for i in range(4096)], "train")
+    started = time.process_time()
+    for step in range(1, 33):
+        ledger.trained(deliver(ledger, 128), step)
+    ledger.checkpointed(32)
+    assert ledger.account()["durable"] == 4096
+    # CPU time, so that a busy machine's disk does not decide: four transitions each.
+    assert 4 * 4096 / (time.process_time() - started) > 5000
+
+
+KILLED = """
+import sys
+from torchspec_lite.ledger import Ledger
+ledger = Ledger(sys.argv[1], reuse=2)
+ledger.add_samples([(f"s{i}", i) for i in range(4000)], "train")
+step = 0
+while leases := ledger.lease("w", 4, 0):
+    items = [(lease.id, lease.attempt) for lease in leases]
+    ledger.streamed([(*item, 1) for item in items])
+    for _ in range(2):
+        step += 1
+        ledger.trained(items, step)
+        print("trained", step, *[item[0] for item in items], flush=True)
+    if step % 8 == 0:
+        ledger.checkpointed(step)
+        print("checkpointed", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 40, 173])
+def test_what_was_reported_survives_kill_9(tmp_path, lines):
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "l")], stdout=subprocess.PIPE, text=True,
+                             cwd=Path(__file__).parent.parent, env=os.environ | {"PYTHONPATH": "."})
+    said = [child.stdout.readline() for _ in range(lines)]
+    os.kill(child.pid, signal.SIGKILL)
+    said += child.stdout.read().splitlines(keepends=True)
+    child.wait(10)
+    said = [line.split() for line in said if line.endswith("\n")]
+    trained = {}
+    for word, step, *ids in said:
+        if word == "trained":
+            for id in ids:
+                trained.setdefault(id, set()).add(int(step))
+    checkpoint = max([int(step) for word, step, *_ in said if word == "checkpointed"], default=0)
+    with_ledger = Ledger(tmp_path / "l", reuse=2)
+    assert all(with_ledger.get(id).passes >= len(steps) for id, steps in trained.items())
+    with_ledger.restore(checkpoint)
+    held = {id: len([step for step in steps if step <= checkpoint]) for id, steps in trained.items()}
+    for id, passes in held.items():
+        row = with_ledger.get(id)
+        assert row.passes == passes and row.state == ("durable" if passes == 2 else "queued")
+    account = with_ledger.account()
+    assert account["durable"] + account["queued"] == account["all"] == 4000
+    assert account["durable"] == sum(passes == 2 for passes in held.values())
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Random reports, crashes and restores; the model keeps for each sample the set of steps that trained it."""
+
+    @initialize(reuse=st.integers(1, 3))
+    def start(self, reuse):
+        self.folder = Path(os.environ["PYTEST_LEDGER_FOLDER"]) / str(time.monotonic_ns())
+        self.folder.mkdir()
+        self.path = self.folder / "l"
+        self.reuse, self.step, self.checkpoint, self.copies = reuse, 0, 0, 0
+        self.ledger = Ledger(self.path, reuse)
+        self.model = {}     # id -> dict(state, attempt, steps, worker)
+        self.old = []       # (id, attempt) pairs ever leased
+
+    def teardown(self):
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+            shutil.rmtree(self.folder)
+
+    def ids(self, *states):
+        return [id for id, sample in self.model.items() if sample["state"] in states]
+
+    def pick(self, data, *states):
+        chosen = data.draw(st.lists(st.sampled_from(self.ids(*states)), unique=True, max_size=4))
+        return [(id, self.model[id]["attempt"]) for id in chosen]
+
+    @rule(count=st.integers(0, 4))
+    def add(self, count):
+        new = [(f"s{len(self.model) + i}", len(self.model) + i) for i in range(count)]
+        assert self.ledger.add_samples(new, "train") == count
+        for id, _ in new:
+            self.model[id] = dict(state="queued", attempt=0, steps=set(), worker=None)
+
+    @rule(worker=st.sampled_from(WORKERS), count=st.integers(0, 4))
+    def lease(self, worker, count):
+        expected = sorted(self.ids("queued"), key=lambda id: int(id[1:]))[:count]
+        leases = self.ledger.lease(worker, count, 0)
+        assert [lease.id for lease in leases] == expected
+        for lease in leases:
+            sample = self.model[lease.id]
+            sample.update(state="leased", worker=worker, attempt=sample["attempt"] + 1)
+            assert lease.attempt == sample["attempt"]
+            self.old.append((lease.id, lease.attempt))
+
+    @precondition(lambda self: self.ids("leased", "streamed"))
+    @rule(data=st.data())
+    def stream(self, data):
+        chosen = self.pick(data, "leased", "streamed")
+        accepted = self.ledger.streamed([(id, attempt, 1) for id, attempt in chosen])
+        assert accepted == {id: len(self.model[id]["steps"]) for id, _ in chosen}
+        for id, _ in chosen:
+            self.model[id]["state"] = "streamed"
+
+    @precondition(lambda self: self.ids("streamed"))
+    @rule(data=st.data())
+    def train(self, data):
+        self.step += 1
+        chosen = self.pick(data, "streamed")
+        done = self.ledger.trained(chosen, self.step)
+        for id, _ in chosen:
+            sample = self.model[id]
+            sample["steps"].add(self.step)
+            if len(sample["steps"]) == self.reuse:
+                sample["state"] = "trained"
+        assert done == [id for id, _ in chosen if self.model[id]["state"] == "trained"]
+
+    @rule()
+    def save(self):
+        self.ledger.checkpointed(self.step)
+        self.checkpoint = self.step
+        for id in self.ids("trained"):
+            self.model[id]["state"] = "durable"
+
+    @precondition(lambda self: self.ids("queued", "leased", "streamed"))
+    @rule(data=st.data())
+    def reject(self, data):
+        for id, attempt in self.pick(data, "queued", "leased", "streamed")[:1]:
+            assert self.ledger.rejected(id, attempt, "bad")
+            self.model[id]["state"] = "rejected"
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def worker_dies(self, worker):
+        mine = [id for id in self.ids("leased") if self.model[id]["worker"] == worker]
+        assert self.ledger.requeue_worker(worker) == len(mine)
+        for id in mine:
+            self.model[id].update(state="queued", worker=None)
+
+    @precondition(lambda self: self.old)
+    @rule(data=st.data())
+    def late_report(self, data):
+        id, attempt = data.draw(st.sampled_from(self.old))
+        if attempt < self.model[id]["attempt"]:
+            assert self.ledger.streamed([(id, attempt, 1)]) == {}
+            assert self.ledger.trained([(id, attempt)], self.step + 1) == []
+            assert not self.ledger.rejected(id, attempt, "late")
+
+    @rule(data=st.data(), in_transaction=st.booleans())
+    def crash(self, data, in_transaction):
+        """The files as they are, perhaps amid a transaction, are all that the next process finds."""
+        self.copies += 1
+        path = self.folder / f"copy{self.copies}"
+        if in_transaction:
+            with pytest.raises(ZeroDivisionError), self.ledger._transaction() as db:
+                db.execute("UPDATE samples SET state = 'durable', passes = 9")
+                self.copy(path)
+                1 / 0
+        else:
+            self.copy(path)
+        self.ledger.close()
+        self.path = path
+        self.ledger = Ledger(path, self.reuse)
+        self.check()
+        step = data.draw(st.sampled_from([0, self.checkpoint, self.step]) | st.integers(0, self.step))
+        self.ledger.restore(step)
+        self.step = self.checkpoint = step
+        for sample in self.model.values():
+            sample["steps"] = {passed for passed in sample["steps"] if passed <= step}
+            if sample["state"] == "queued" and sample["attempt"]:
+                sample["attempt"] += 1
+            elif sample["state"] not in ("queued", "rejected"):
+                if sample["state"] in ("trained", "durable") and len(sample["steps"]) == self.reuse:
+                    sample["state"] = "durable"
+                else:
+                    sample.update(state="queued", attempt=sample["attempt"] + 1, worker=None)
+
+    def copy(self, path):
+        for suffix in ("", "-wal"):
+            source = self.path.with_name(self.path.name + suffix)
+            if source.exists():
+                shutil.copy(source, path.with_name(path.name + suffix))
+
+    @invariant()
+    def check(self):
+        if not hasattr(self, "ledger"):
+            return
+        for id, sample in self.model.items():
+            row = self.ledger.get(id)
+            durable = len([step for step in sample["steps"] if step <= self.checkpoint])
+            assert (row.state, row.attempt, row.passes, row.passes_durable) == (
+                sample["state"], sample["attempt"], len(sample["steps"]), durable)
+        account = self.ledger.account()
+        assert sum(account[state] for state in STATES) == account["all"] == len(self.model)
+
+
+def test_the_ledger_is_its_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_LEDGER_FOLDER", str(tmp_path))
+    from hypothesis.stateful import run_state_machine_as_test
+    run_state_machine_as_test(LedgerMachine, settings=settings(
+        max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)))

@@ -1,0 +1,298 @@
+"""The ledger: what happened to every sample of a run, and which drafter versions it made (SQLite).
+
+A sample goes queued → leased → streamed → trained → durable, or becomes rejected(reason). The ledger is the only
+truth: each call is one transaction that is on the disk when it returns (WAL, synchronous=FULL), one process writes.
+
+Exactly-once rests on three rules of the callers:
+* `streamed` is the admission: a trainer trains only deliveries that `streamed` accepted, so that a sample leased anew
+  after a worker's death is never trained from both attempts;
+* `trained` is called for every step up to S before checkpoint S gets its final name, `checkpointed` after;
+* after any restart of the trainers, `restore(S)` with the step of the checkpoint they loaded comes first.
+"""
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchspec_lite.errors import UserError
+from torchspec_lite.lease import Lease
+from torchspec_lite.ledger_file import LedgerFile
+
+STATES = ("queued", "leased", "streamed", "trained", "durable", "rejected")
+VERSION_STATES = ("exported", "gated", "canary", "promoted", "rolled_back", "refused")
+
+
+class IllegalTransition(Exception):
+    """A caller reported something that cannot follow a sample's state: a fault in the program, nothing is changed."""
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    id: str
+    ordinal: int
+    purpose: str
+    state: str
+    attempt: int
+    passes: int
+    passes_durable: int
+    step: int | None
+    worker: str | None
+    rank: int | None
+    tokens: int | None
+    reason: str | None
+    detail: str | None
+    updated: float
+
+
+class Ledger(LedgerFile):
+    """A run's ledger. `reuse` is the number of passes each training sample gets.
+
+    `read_only` opens it beside the writer, for the reading methods. Safe to use from several threads.
+    """
+
+    def __init__(self, path: str | Path, reuse: int = 1, read_only: bool = False):
+        super().__init__(path, reuse, read_only)
+
+    # Samples
+
+    def add_samples(self, samples: Iterable[tuple[str, int]], purpose: str) -> int:
+        """Queue (id, ordinal) pairs; how many were new. A known id is left as it is, so a resume may add all again.
+
+        Raises UserError when a known id has another place or purpose: the files or the seed are not the run's.
+        """
+        new = 0
+        with self._transaction() as db:
+            for id, ordinal in samples:
+                known = db.execute("SELECT id, ordinal, purpose FROM samples WHERE id = ? OR ordinal = ?",
+                                   (id, ordinal)).fetchall()
+                if not known:
+                    db.execute("INSERT INTO samples VALUES (?,?,?,'queued',0,0,0,NULL,NULL,NULL,NULL,NULL,NULL,?)",
+                               (id, ordinal, purpose, time.time()))
+                    new += 1
+                elif known != [(id, ordinal, purpose)]:
+                    raise UserError(f"ledger {self.path}: sample {id!r} at place {ordinal} ({purpose}) does not fit "
+                                    f"the run's order, which has {known[0]}; resume with the same data files and seed")
+        return new
+
+    def lease(self, worker: str, count: int, rank: int, purpose: str | None = None) -> list[Lease]:
+        """Up to `count` queued samples (of one purpose, if given), first in order first, to be streamed to `rank`."""
+        with self._transaction() as db:
+            rows = db.execute(
+                "SELECT id, ordinal, attempt + 1, purpose FROM samples WHERE state = 'queued' "
+                "AND (?1 IS NULL OR purpose = ?1) ORDER BY ordinal LIMIT ?2", (purpose, count)).fetchall()
+            db.executemany(
+                "UPDATE samples SET state = 'leased', attempt = ?, worker = ?, rank = ?, updated = ? WHERE id = ?",
+                [(row[2], worker, rank, time.time(), row[0]) for row in rows])
+        return [Lease(*row, rank) for row in rows]
+
+    def streamed(self, deliveries: Iterable[tuple[str, int, int]]) -> dict[str, int]:
+        """A trainer holds these (id, attempt, tokens). Returns those it may train, with the passes already trained;
+        the others it must drop.
+
+        Accepted also when the lease was taken back but not given anew, and again when a report is repeated.
+        """
+        accepted = {}
+        with self._transaction() as db:
+            for id, attempt, tokens in deliveries:
+                row = self._current(db, id, attempt)
+                if row is None:
+                    continue
+                if row.state in ("leased", "queued"):
+                    db.execute("UPDATE samples SET state = 'streamed', tokens = ?, updated = ? WHERE id = ?",
+                               (tokens, time.time(), id))
+                    accepted[id] = row.passes
+                elif row.state == "streamed":
+                    self._count(db, "duplicates")
+                    accepted[id] = row.passes
+                elif row.state == "rejected":
+                    raise IllegalTransition(f"sample {id!r}: streamed after it was rejected ({row.reason})")
+                else:
+                    self._count(db, "duplicates")
+        return accepted
+
+    def trained(self, samples: Iterable[tuple[str, int]], step: int) -> list[str]:
+        """Optimizer step `step` (from 1) used these (id, attempt) once each. Returns ids that need no more passes."""
+        done = []
+        with self._transaction() as db:
+            for id, attempt in samples:
+                row = self._current(db, id, attempt)
+                if row is None:
+                    continue
+                if db.execute("SELECT 1 FROM passes WHERE id = ? AND step = ?", (id, step)).fetchone():
+                    self._count(db, "duplicates")
+                    continue
+                if row.state != "streamed" or row.purpose != "train":
+                    raise IllegalTransition(f"{row.purpose} sample {id!r} trained by step {step} while {row.state}")
+                db.execute("INSERT INTO passes VALUES (?, ?)", (id, step))
+                finished = row.passes + 1 >= self.reuse
+                db.execute("UPDATE samples SET passes = passes + 1, step = ?, state = ?, updated = ? WHERE id = ?",
+                           (step, "trained" if finished else "streamed", time.time(), id))
+                if finished:
+                    done.append(id)
+        return done
+
+    def checkpointed(self, step: int) -> int:
+        """A whole checkpoint holds every step up to `step`: what it holds is durable. Returns how many became so."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE samples SET passes_durable = held.count FROM (SELECT id, COUNT(*) AS count FROM passes WHERE "
+                "step <= ?1 AND id IN (SELECT id FROM passes WHERE step > ?2 AND step <= ?1) GROUP BY id) AS held "
+                "WHERE samples.id = held.id", (step, self.checkpoint_step()))
+            changed = db.execute("UPDATE samples SET state = 'durable', updated = ? WHERE state = 'trained' AND "
+                                 "passes_durable = passes", (time.time(),)).rowcount
+            self._set_meta(db, "checkpoint_step", max(step, self.checkpoint_step()))
+        return changed
+
+    def rejected(self, id: str, attempt: int, reason: str, detail: str = "") -> bool:
+        """This sample cannot be used, for a short stable `reason`. Returns False for an attempt that is over."""
+        with self._transaction() as db:
+            row = self._current(db, id, attempt)
+            if row is None:
+                return False
+            if row.state in ("trained", "durable"):
+                raise IllegalTransition(f"sample {id!r}: rejected ({reason}) while {row.state}")
+            if row.state == "rejected":
+                self._count(db, "duplicates")
+            else:
+                db.execute("UPDATE samples SET state = 'rejected', reason = ?, detail = ?, updated = ? WHERE id = ?",
+                           (reason, detail, time.time(), id))
+        return True
+
+    def requeue_worker(self, worker: str) -> int:
+        """Take back what `worker` leased and no trainer holds yet; how many."""
+        with self._transaction() as db:
+            return db.execute("UPDATE samples SET state = 'queued', worker = NULL, rank = NULL, updated = ? "
+                              "WHERE state = 'leased' AND worker = ?", (time.time(), worker)).rowcount
+
+    def requeue_ids(self, samples: Iterable[tuple[str, int]]) -> int:
+        """Queue these (id, attempt) again, leased or held by a trainer that gave them up; how many.
+
+        Passes already trained stay counted; what is still on its way of a given-up delivery is stale from now on.
+        """
+        changed = 0
+        with self._transaction() as db:
+            for id, attempt in samples:
+                row = self._current(db, id, attempt)
+                if row is None:
+                    continue
+                if row.state not in ("leased", "streamed"):
+                    raise IllegalTransition(f"sample {id!r}: queued again while {row.state}")
+                db.execute("UPDATE samples SET state = 'queued', attempt = attempt + 1, worker = NULL, rank = NULL, "
+                           "updated = ? WHERE id = ?", (time.time(), id))
+                changed += 1
+        return changed
+
+    def restore(self, checkpoint_step: int) -> int:
+        """The trainers restart from the weights of `checkpoint_step` (0: fresh ones): undo what these do not hold.
+
+        Every pass of a later step is undone, exactly; what is then not durable is queued for its remaining passes.
+        All attempts so far are over: their late reports are stale. Returns how many samples were queued again.
+        """
+        with self._transaction() as db:
+            db.execute("DELETE FROM passes WHERE step > ?", (checkpoint_step,))
+            # What is left is in the weights, whether or not a crash came before its checkpointed().
+            db.execute("UPDATE samples SET passes = held.count, passes_durable = held.count, step = held.step FROM "
+                       "(SELECT id, COUNT(*) AS count, MAX(step) AS step FROM passes GROUP BY id) AS held "
+                       "WHERE samples.id = held.id")
+            db.execute("UPDATE samples SET passes = 0, passes_durable = 0, step = NULL "
+                       "WHERE passes > 0 AND id NOT IN (SELECT id FROM passes)")
+            db.execute("UPDATE samples SET state = 'durable' WHERE state = 'trained' AND passes >= ?", (self.reuse,))
+            open_states = "state IN ('leased', 'streamed', 'trained') OR (state = 'durable' AND passes < ?)"
+            db.execute(f"UPDATE samples SET attempt = attempt + 1 WHERE (state = 'queued' AND attempt > 0) "
+                       f"OR {open_states}", (self.reuse,))
+            queued = db.execute(f"UPDATE samples SET state = 'queued', worker = NULL, rank = NULL, updated = ? "
+                                f"WHERE {open_states}", (time.time(), self.reuse)).rowcount
+            self._set_meta(db, "checkpoint_step", checkpoint_step)
+        return queued
+
+    # Reading
+
+    def get(self, id: str) -> SampleRow:
+        """Raises KeyError for an unknown id."""
+        with self._lock:
+            return self._row(self._db, id)
+
+    def rows(self, state: str, limit: int = 1_000_000) -> list[SampleRow]:
+        """Samples in a state, in order."""
+        with self._lock:
+            rows = self._db.execute("SELECT * FROM samples WHERE state = ? ORDER BY ordinal LIMIT ?", (state, limit))
+            return [SampleRow(*row) for row in rows]
+
+    def account(self, purpose: str = "train") -> dict[str, int]:
+        """Samples of a purpose by state, and `all` of them; the states always sum to `all`."""
+        with self._lock:
+            found = dict(self._db.execute("SELECT state, COUNT(*) FROM samples WHERE purpose = ? GROUP BY state",
+                                          (purpose,)))
+            total = self._db.execute("SELECT COUNT(*) FROM samples WHERE purpose = ?", (purpose,)).fetchone()[0]
+        return {state: found.get(state, 0) for state in STATES} | {"all": total}
+
+    def reasons(self) -> dict[str, int]:
+        """Rejected samples by reason, most frequent first."""
+        with self._lock:
+            return dict(self._db.execute("SELECT reason, COUNT(*) FROM samples WHERE state = 'rejected' "
+                                         "GROUP BY reason ORDER BY 2 DESC, 1"))
+
+    def ignored(self) -> dict[str, int]:
+        """Reports that changed nothing: `stale` (of an attempt that is over) and `duplicates` (repeated)."""
+        return {name: int(self._meta(name, "0")) for name in ("stale", "duplicates")}
+
+    def checkpoint_step(self) -> int:
+        """Step of the newest checkpoint that samples count as durable by; 0 before the first."""
+        return int(self._meta("checkpoint_step", "0"))
+
+    # Versions and events
+
+    def add_version(self, version: int, step: int, samples: int, parent: int | None, predicted: float | None) -> None:
+        """A drafter was exported. Raises IllegalTransition when the number is taken."""
+        with self._transaction() as db:
+            if db.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone():
+                raise IllegalTransition(f"drafter version {version} exists already")
+            db.execute("INSERT INTO versions VALUES (?,?,?,?,?,'exported',NULL,?)",
+                       (version, step, samples, parent, predicted, time.time()))
+
+    def set_version_state(self, version: int, state: str, reason: str | None = None) -> None:
+        if state not in VERSION_STATES:
+            raise IllegalTransition(f"drafter version {version}: no state {state!r} among {VERSION_STATES}")
+        with self._transaction() as db:
+            changed = db.execute("UPDATE versions SET state = ?, reason = ? WHERE version = ?",
+                                 (state, reason, version)).rowcount
+            if not changed:
+                raise IllegalTransition(f"drafter version {version} is not in the ledger")
+
+    def versions(self) -> list[dict]:
+        """Every drafter version, oldest first, as dicts with the table's columns."""
+        return self._dicts("SELECT * FROM versions ORDER BY version")
+
+    def add_event(self, kind: str, text: str, version: int | None = None, replica: str | None = None,
+                  data: dict | None = None) -> None:
+        with self._transaction() as db:
+            db.execute("INSERT INTO events VALUES (?,?,?,?,?,?)", (
+                time.time(), kind, version, replica, text, None if data is None else json.dumps(data)))
+
+    def history(self, limit: int = 1000, kind: str | None = None) -> list[dict]:
+        """The newest events (of one kind, if given), oldest first; `data` is a dict or None."""
+        events = self._dicts("SELECT * FROM (SELECT rowid AS number, * FROM events WHERE ?1 IS NULL OR kind = ?1 "
+                             "ORDER BY rowid DESC LIMIT ?2) ORDER BY number", (kind, limit))
+        return [event | {"data": event["data"] and json.loads(event["data"])} for event in events]
+
+    def _current(self, db: sqlite3.Connection, id: str, attempt: int) -> SampleRow | None:
+        """The sample, or None (and counted) when `attempt` is over. Raises for what was never leased."""
+        try:
+            row = self._row(db, id)
+        except KeyError as error:
+            raise IllegalTransition(f"sample {id!r} is not in the ledger") from error
+        if attempt > row.attempt:
+            raise IllegalTransition(f"sample {id!r}: attempt {attempt} was never leased, the last is {row.attempt}")
+        if attempt < row.attempt:
+            self._count(db, "stale")
+            return None
+        return row
+
+    def _row(self, db: sqlite3.Connection, id: str) -> SampleRow:
+        row = db.execute("SELECT * FROM samples WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise KeyError(id)
+        return SampleRow(*row)
