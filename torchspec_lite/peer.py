@@ -1,0 +1,71 @@
+"""What both ends of a stream share: errors, wake-ups, liveness and rates."""
+
+import os
+import time
+from collections import deque
+
+import zmq
+
+SILENT_HEARTBEATS = 3  # a peer unheard for so many heartbeats counts as gone
+
+
+class StreamError(Exception):
+    """The stream cannot go on: says between whom and why."""
+
+
+class StreamTimeout(StreamError, TimeoutError):
+    """A wait ran out: says who waited for whom, and for what."""
+
+
+class Wakeup:
+    """Wakes a thread that polls `fd`, from any other thread."""
+
+    def __init__(self):
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass  # nobody called since the last time
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Rate:
+    """Bytes per second over the last ten seconds."""
+
+    def __init__(self):
+        self._buckets: deque[list[int]] = deque(maxlen=10)  # [second, bytes]
+
+    def add(self, nbytes: int) -> None:
+        second = int(time.monotonic())
+        if not self._buckets or self._buckets[-1][0] != second:
+            self._buckets.append([second, 0])
+        self._buckets[-1][1] += nbytes
+
+    def per_second(self) -> float:
+        now = int(time.monotonic())
+        recent = [bucket for bucket in self._buckets if now - bucket[0] < 10]
+        return sum(nbytes for _, nbytes in recent) / max(1, now - recent[0][0] + 1) if recent else 0.0
+
+
+def set_heartbeat(socket: zmq.Socket, heartbeat_s: float) -> None:
+    """ZMTP heartbeats: the connection itself is dropped when the other side's network or host is gone."""
+    period = max(1, int(heartbeat_s * 1000))
+    socket.heartbeat_ivl = period
+    socket.heartbeat_timeout = SILENT_HEARTBEATS * period
+    socket.handshake_ivl = max(1000, SILENT_HEARTBEATS * period)
+
+
+def drain(socket: zmq.Socket, limit: int = 64, copy: bool = True):
+    """Up to `limit` messages that are there already."""
+    for _ in range(limit):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+        except zmq.Again:
+            return

@@ -1,0 +1,475 @@
+"""A trainer's end of the stream: gives credit, checks what comes, and never holds more than its budget."""
+
+import secrets
+import socket as sockets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import zmq
+
+from torchspec_lite import control
+from torchspec_lite.credits import Credits, PeerCredit
+from torchspec_lite.errors import UserError
+from torchspec_lite.keys import ZAP_ENDPOINT, ReceiverKeys, check_bind_host, is_loopback, zap_reply
+from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, set_heartbeat
+from torchspec_lite.sample import Expectation, Sample, SampleError
+from torchspec_lite.shared_slots import attach, host_identity, layout
+from torchspec_lite.wire import VERSION, WireError, decode
+
+MAX_SENDERS = 1024
+MAX_SAMPLES = control.MAX_LIST
+REMEMBERED = 65536  # (id, attempt) of samples taken, to know one that comes again
+MAX_EVENTS = 4096  # unread events beyond which no credit is given
+MESSAGES_READ_AHEAD = 2  # per connection, before the connection itself is held back
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the receiver's owner should know.
+
+    Kinds: `joined`, `lost`, `rejected` (a sample, with id and attempt), `duplicate` (likewise), `banned`.
+    """
+
+    kind: str
+    sender: str
+    reason: str
+    id: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class SenderView:
+    name: str
+    credit: PeerCredit
+    last_heard_s: float
+    shared_memory: bool
+    samples: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ReceiverStats:
+    """`waiting` is ready for `get`, `held` includes it: everything not yet released."""
+
+    endpoint: str
+    waiting_samples: int
+    waiting_bytes: int
+    held_samples: int
+    held_bytes: int
+    granted_bytes: int
+    budget_bytes: int
+    received_samples: int
+    received_bytes: int
+    rejected_samples: int
+    duplicate_samples: int
+    bytes_per_s: float
+    senders: list[SenderView]
+    waiting_for: str
+
+
+@dataclass
+class _Peer:
+    """One sender, by its session; `address` is its present connection."""
+
+    address: bytes
+    name: str
+    session: str
+    epoch: int
+    descriptor: int  # of the connection's socket
+    heard: float
+    memory: memoryview | None
+    wants: dict[int, control.Want] = field(default_factory=dict)
+    samples: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Held:
+    session: str
+    seq: int
+    nbytes: int
+    shared: bool
+
+
+class Receiver:
+    """Takes samples from any number of senders. `get` and `release` are for one thread or several.
+
+    Samples share memory with the stream: after `release` theirs may be overwritten, so `clone` what is to stay.
+    `budget_bytes` and `max_samples` bound what was granted and not released. A host that is not loopback needs `keys`
+    unless `unencrypted` says that the network is trusted. Raises UserError for a host it must not or cannot bind.
+    """
+
+    def __init__(self, bind_host: str, budget_bytes: int, max_samples: int, expect: Expectation,
+                 keys: ReceiverKeys | None = None, heartbeat_s: float = 2.0, shared_memory: bool = True, port: int = 0,
+                 unencrypted: bool = False, on_event: Callable[[Event], None] | None = None):
+        check_bind_host(bind_host)
+        if not 0 < max_samples <= MAX_SAMPLES:
+            raise UserError(f"stream.max_samples must be from 1 to {MAX_SAMPLES}, found {max_samples}")
+        self._expect = expect
+        self._keys = keys
+        self._heartbeat_s = heartbeat_s
+        self._shared_memory = shared_memory
+        self._on_event = on_event
+        self._session = secrets.token_hex(8)
+        self._credits = Credits(budget_bytes, max_samples)
+        self._lock = threading.Condition()
+        self._ready: deque[Sample] = deque()
+        self._held: dict[Sample, _Held] = {}
+        self._freed: deque[tuple[str, int]] = deque()  # (session, seq) to tell; bounded by max_samples
+        self._events: deque[Event] = deque()
+        self._taken: OrderedDict[tuple[str, int], tuple[str, int]] = OrderedDict()
+        self._peers: dict[bytes, _Peer] = {}  # by address
+        self._sessions: dict[str, _Peer] = {}
+        self._banned: deque[str] = deque(maxlen=MAX_SENDERS)
+        self._counts = {"received": 0, "bytes": 0, "rejected": 0, "duplicate": 0}
+        self._rate = Rate()
+        self._error: StreamError | None = None
+        self._closing = False
+        self._wakeup = Wakeup()
+        self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self.endpoint = self._bind(bind_host, port, unencrypted)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name=f"receiver {self.endpoint}", daemon=True)
+        self._thread.start()
+
+    def get(self, timeout: float) -> Sample:
+        """The next sample, in order of arrival. Raises StreamTimeout saying who waits for whom; StreamError."""
+        with self._lock:
+            arrived = self._lock.wait_for(lambda: self._ready or self._error or self._closing, timeout)
+            if self._ready:
+                return self._ready.popleft()
+            if self._error:
+                raise self._error
+            if not arrived:
+                raise StreamTimeout(f"trainer at {self.endpoint} waited {timeout:g} s for a sample: "
+                                    f"{self._waiting_for()}")
+            raise StreamError(f"receiver {self.endpoint} is closed")
+
+    def release(self, sample: Sample) -> None:
+        """Give a sample's credit back. Its tensors must not be used afterwards. Raises KeyError on a second time."""
+        with self._lock:
+            held = self._held.pop(sample)
+            self._credits.release(held.nbytes)
+            if held.shared:
+                self._freed.append((held.session, held.seq))
+        self._wakeup.set()
+
+    def events(self) -> list[Event]:
+        """What happened since the last call. Left unread, 4,096 of them stop all credit."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        self._wakeup.set()
+        return events
+
+    def stats(self) -> ReceiverStats:
+        now = time.monotonic()
+        with self._lock:
+            senders = [SenderView(peer.name, self._credits.account(peer.session), now - peer.heard,
+                                  peer.memory is not None, peer.samples, peer.bytes)
+                       for peer in self._peers.values()]
+            return ReceiverStats(
+                self.endpoint, len(self._ready), sum(self._held[sample].nbytes for sample in self._ready),
+                self._credits.held_samples, self._credits.held_bytes, self._credits.granted_bytes,
+                self._credits.budget_bytes, self._counts["received"], self._counts["bytes"], self._counts["rejected"],
+                self._counts["duplicate"], self._rate.per_second(), senders, self._waiting_for())
+
+    def close(self) -> None:
+        """Stop and tell the senders. Samples already given out stay readable."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._lock.notify_all()
+        self._wakeup.set()
+        self._thread.join()
+        self._wakeup.close()
+
+    def _waiting_for(self) -> str:
+        wanted = sum(self._credits.account(peer.session).wanted_samples for peer in self._peers.values())
+        if not self._peers:
+            return f"no target is connected to {self.endpoint}"
+        if self._ready:
+            return f"{len(self._ready)} samples wait for the trainer"
+        if wanted:
+            return (f"{len(self._peers)} targets wait with {wanted} samples for the trainer to release some of the "
+                    f"{self._credits.held_samples} it holds")
+        return f"the trainer waits for {len(self._peers)} connected targets, which have nothing ready"
+
+    # The thread's side
+
+    def _bind(self, host: str, port: int, unencrypted: bool) -> str:
+        socket = self._socket
+        socket.router_mandatory = True
+        socket.rcvhwm = MESSAGES_READ_AHEAD
+        socket.maxmsgsize = max(self._expect.max_frame_bytes(), control.MAX_CONTROL)
+        set_heartbeat(socket, self._heartbeat_s)
+        if self._keys:
+            self._zap.bind(ZAP_ENDPOINT)
+            socket.zap_domain = b"torchspec-lite"
+            socket.curve_server = True
+            socket.curve_secretkey = self._keys.own.secret.encode()
+        try:
+            socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            raise UserError(f"stream.host {host!r}, port {port}: {error.strerror}; give an address or the name of an "
+                            "interface of this machine") from error
+        endpoint = socket.last_endpoint.decode().rstrip("\0")
+        if not self._keys and not unencrypted and not is_loopback(endpoint):
+            raise UserError(f"stream.host {host!r} is not loopback and stream.encrypt is off without need: anyone on "
+                            "the network could read and send; give keys, or set stream.encrypt: off on a trusted one")
+        return endpoint
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._wakeup.fd, *([self._zap] if self._keys else [])):
+            poller.register(source, zmq.POLLIN)
+        try:
+            self._ping_at = time.monotonic() + self._heartbeat_s
+            while not self._closing:
+                self._step(poller)
+            for peer in list(self._peers.values()):
+                self._say(peer.address, control.Bye("closed"))
+        except Exception as error:
+            with self._lock:
+                self._error = StreamError(f"receiver {self.endpoint}: its thread failed: {error!r}")
+                self._lock.notify_all()
+            raise
+        finally:
+            self._context.destroy(linger=200)
+
+    def _step(self, poller: zmq.Poller) -> None:
+        timeout = max(0.0, self._ping_at - time.monotonic())
+        ready = {source for source, _ in poller.poll(int(timeout * 1000) + 1)}
+        if self._wakeup.fd in ready:
+            self._wakeup.clear()
+        if self._zap in ready:
+            for request in drain(self._zap, limit=1):
+                self._zap.send_multipart(zap_reply(request, self._keys.allowed))
+        if self._socket in ready:
+            for message in drain(self._socket, copy=False):
+                self._on_message(message)
+        if time.monotonic() >= self._ping_at:
+            self._beat()
+        self._tell_freed()
+        self._give_credit()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if now - peer.heard > SILENT_HEARTBEATS * self._heartbeat_s:
+                self._lose(peer, f"silent for {now - peer.heard:.1f} s")
+            else:
+                self._say(peer.address, control.Ping())
+        self._ping_at = now + self._heartbeat_s
+
+    def _tell_freed(self) -> None:
+        with self._lock:
+            by_address: dict[bytes, list[int]] = {}
+            while self._freed:
+                session, seq = self._freed.popleft()
+                if session in self._sessions:  # a sender that reconnects learns it from Welcome
+                    by_address.setdefault(self._sessions[session].address, []).append(seq)
+        for address, seqs in by_address.items():
+            self._say(address, control.Free(tuple(seqs)))
+
+    def _give_credit(self) -> None:
+        with self._lock:
+            given = self._credits.grant() if len(self._events) < MAX_EVENTS else {}
+            grants = [(self._sessions[session].address, seqs) for session, seqs in given.items()]
+        for address, seqs in grants:
+            self._say(address, control.Grant(tuple(seqs)))
+
+    def _on_message(self, message: list[zmq.Frame]) -> None:
+        address = message[0].bytes
+        peer = self._peers.get(address)
+        try:
+            request = control.unpack(message[1].buffer) if len(message) > 1 else None
+            if isinstance(request, control.Hello) and len(message) == 2:
+                self._on_hello(address, request, _descriptor(message[1]))
+            elif peer is None:
+                self._on_stranger(address, request, message)
+            else:
+                peer.heard = time.monotonic()
+                self._on_request(peer, request, [frame.buffer for frame in message[2:]])
+        except WireError as error:
+            self._ban(peer, address, str(error), _descriptor(message[-1]))
+
+    def _on_request(self, peer: _Peer, request, frames: list[memoryview]) -> None:
+        match request:
+            case control.Data():
+                self._on_sample(peer, request.seq, sum(frame.nbytes for frame in frames), False, lambda: frames)
+                return
+            case control.Handle() if peer.memory is not None:
+                views = partial(layout, peer.memory, request.offset, request.lengths)
+                self._on_sample(peer, request.seq, sum(request.lengths), True, views)
+            case control.Want():
+                self._on_want(peer, request)
+            case control.Bye():
+                self._lose(peer, request.reason)
+            case control.Ping():
+                pass
+            case _:
+                raise WireError("control", "not what a sender says")
+        if frames:
+            raise WireError("control", "frames after a message that has none")
+
+    def _on_stranger(self, address: bytes, request, message: list[zmq.Frame]) -> None:
+        """A sender that was silent for too long and comes back starts anew; whoever sends samples is cut off."""
+        self._say(address, control.Resync())
+        if len(message) > 2:
+            self._cut(address, _descriptor(message[-1]))
+
+    def _on_hello(self, address: bytes, hello: control.Hello, descriptor: int) -> None:
+        refusal = ""
+        if hello.version != VERSION:
+            age = "newer" if hello.version > VERSION else "older"
+            refusal = (f"version: {hello.name} speaks wire version {hello.version}, {age} than this receiver's "
+                       f"{VERSION}; run the same release on every node")
+        elif hello.session in self._banned:
+            refusal = "banned: it broke the protocol before"
+        elif len(self._peers) >= MAX_SENDERS and hello.session not in self._sessions:
+            refusal = f"full: {MAX_SENDERS} senders are connected"
+        if refusal:
+            self._say(address, control.Banned(refusal))
+            self._note(Event("banned", hello.name, refusal))
+            return
+        known = self._sessions.get(hello.session)
+        if known and known.epoch >= hello.epoch:
+            return
+        memory = None
+        if self._shared_memory and hello.size and hello.host == host_identity():
+            memory = attach(hello.pid, hello.fd, hello.size, hello.nonce)
+        with self._lock:
+            if known:
+                self._credits.forget(known.session)
+                del self._peers[known.address]
+            peer = _Peer(address, hello.name, hello.session, hello.epoch, descriptor, time.monotonic(), memory)
+            self._peers[address] = self._sessions[hello.session] = peer
+            held = tuple(held.seq for held in self._held.values() if held.shared and held.session == hello.session)
+        self._say(address, control.Welcome(self._session, memory is not None, held))
+        self._note(Event("joined", hello.name, "reconnected" if known else "connected"))
+
+    def _on_want(self, peer: _Peer, want: control.Want) -> None:
+        owner = self._taken.get((want.id, want.attempt))
+        if owner == (peer.session, want.seq):  # its acknowledgement was lost
+            self._say(peer.address, control.Ack((want.seq,)))
+            with self._lock:
+                still_held = any(owner == (held.session, held.seq) for held in self._held.values())
+            if not still_held:
+                self._say(peer.address, control.Free((want.seq,)))
+        elif owner:
+            self._refuse(peer, want, "duplicate: this attempt was received already")
+        else:
+            with self._lock:
+                problem = self._credits.want(peer.session, want.seq, want.ordinal, want.nbytes)
+                peer.wants[want.seq] = want
+            if problem:
+                self._refuse(peer, want, problem)
+
+    def _on_sample(self, peer: _Peer, seq: int, nbytes: int, shared: bool,
+                   frames: Callable[[], list[memoryview]]) -> None:
+        with self._lock:
+            granted = self._credits.take(peer.session, seq)
+        if granted is None:
+            raise WireError("flood", f"{peer.name} sent a sample without credit")
+        want = peer.wants[seq]
+        try:
+            if granted != nbytes:
+                raise WireError("length", f"{nbytes} bytes, credit was asked for {granted}")
+            sample = self._checked(want, frames())
+        except (SampleError, ValueError) as error:
+            with self._lock:
+                self._credits.release(granted)
+            self._refuse(peer, want, str(error))
+            return
+        del peer.wants[seq]
+        with self._lock:
+            self._held[sample] = _Held(peer.session, seq, granted, shared)
+            self._ready.append(sample)
+            self._counts["received"] += 1
+            self._counts["bytes"] += nbytes
+            self._rate.add(nbytes)
+            self._lock.notify()
+        peer.samples += 1
+        peer.bytes += nbytes
+        self._taken[want.id, want.attempt] = (peer.session, seq)
+        if len(self._taken) > REMEMBERED:
+            self._taken.popitem(last=False)
+        self._say(peer.address, control.Ack((seq,)))
+
+    def _checked(self, want: control.Want, frames: list[memoryview]) -> Sample:
+        if (want.id, want.attempt) in self._taken:
+            raise WireError("duplicate", "this attempt was received already")
+        sample = decode(frames)
+        if (sample.id, sample.attempt, sample.ordinal) != (want.id, want.attempt, want.ordinal):
+            raise WireError("mismatch", f"credit was asked for {want.id} attempt {want.attempt}, another sample came")
+        self._expect.check(sample)
+        return sample
+
+    def _refuse(self, peer: _Peer, want: control.Want, reason: str) -> None:
+        kind = "duplicate" if reason.startswith("duplicate") else "rejected"
+        self._counts[kind] += 1
+        peer.wants.pop(want.seq, None)
+        self._say(peer.address, control.Refuse(want.seq, reason))
+        self._note(Event(kind, peer.name, reason, want.id, want.attempt))
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        if self._peers.pop(peer.address, None) is None:
+            return
+        with self._lock:
+            self._sessions.pop(peer.session, None)
+            self._credits.forget(peer.session)
+        self._note(Event("lost", peer.name, reason))
+
+    def _ban(self, peer: _Peer | None, address: bytes, reason: str, descriptor: int) -> None:
+        self._say(address, control.Banned(reason))
+        if peer:
+            self._banned.append(peer.session)
+            self._lose(peer, reason)
+            self._note(Event("banned", peer.name, reason))
+        self._cut(address, descriptor)
+
+    def _cut(self, address: bytes, descriptor: int) -> None:
+        """Shut a connection down, unless its number now belongs to another sender's."""
+        if descriptor < 0 or any(peer.descriptor == descriptor for peer in self._peers.values()):
+            return
+        try:
+            with sockets.fromfd(descriptor, sockets.AF_INET, sockets.SOCK_STREAM) as connection:
+                connection.shutdown(sockets.SHUT_RDWR)
+        except OSError:
+            pass  # it is gone already
+
+    def _note(self, event: Event) -> None:
+        with self._lock:
+            if len(self._events) < MAX_EVENTS or event.id:
+                self._events.append(event)
+        if self._on_event:
+            self._on_event(event)
+
+    def _say(self, address: bytes, message) -> None:
+        try:
+            self._socket.send_multipart([address, control.pack(message)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError) as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            peer = self._peers.get(address)
+            if peer:
+                self._lose(peer, "its connection is gone" if error.errno == zmq.EHOSTUNREACH else "it does not read")
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """The file descriptor of the connection a frame came by."""
+    try:
+        return int(frame.get("__fd"))
+    except zmq.ZMQError:
+        return -1
