@@ -1,0 +1,55 @@
+"""What the trainer needs of the frozen target's next-token distribution."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchspec_lite.target import FrozenHead
+
+CHUNK_BYTES = 1 << 25  # full-vocabulary logits held at once
+
+
+@dataclass(frozen=True)
+class TeacherStatistics:
+    """Of one document's rows, over the target's full vocabulary; zero at rows that no step can supervise."""
+
+    lse: torch.Tensor     # [n - 1] fp32, log-sum-exp of the logits
+    argmax: torch.Tensor  # [n - 1] int64, the token the target would say next
+
+
+@torch.no_grad()
+def teacher_statistics(last: torch.Tensor, mask: torch.Tensor, head: FrozenHead) -> TeacherStatistics:
+    """Read the target's full vocabulary once for a document, at the places where it predicts an answer's token.
+
+    last [n-1, Ht] (before the final norm), mask [n]. Logits are in the head's dtype, one chunk of rows at a time; the
+    log-sum-exp is fp32. Keep the result with the sample: it depends on nothing that training changes.
+    """
+    answer = mask.bool().to(last.device)
+    rows = (answer[:-1] & answer[1:]).nonzero().squeeze(1)                  # [J]
+    lse = torch.zeros(len(last), device=last.device)
+    argmax = torch.zeros(len(last), dtype=torch.int64, device=last.device)
+    chunk = max(16, CHUNK_BYTES // (head.lm_head.shape[0] * head.lm_head.element_size()))
+    for part in rows.split(chunk):
+        logits = F.linear(normed(last[part], head, head.lm_head.dtype), head.lm_head)  # [C, V]
+        lse[part] = logits.float().logsumexp(-1)
+        argmax[part] = logits.argmax(-1)
+    return TeacherStatistics(lse, argmax)
+
+
+def normed(last: torch.Tensor, head: FrozenHead, dtype: torch.dtype) -> torch.Tensor:
+    """The target's final RMSNorm, reduced in fp32. last [J, Ht]."""
+    return F.rms_norm(last.float(), (last.shape[-1],), head.norm_weight.to(last.device), head.norm_eps).to(dtype)
+
+
+_restricted = WeakTensorKeyDictionary()
+
+
+def restricted_head(head: FrozenHead, draft_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The target's head rows of the draft vocabulary [D, Ht], gathered once for as long as `draft_ids` lives."""
+    known = _restricted.get(draft_ids)
+    if known is None or known[0] is not head.lm_head or known[1].dtype != dtype:
+        known = head.lm_head, head.lm_head[draft_ids].to(device=draft_ids.device, dtype=dtype)
+        _restricted[draft_ids] = known
+    return known[1]
