@@ -1,6 +1,7 @@
 """The typed configuration of a run: strict, YAML plus dotted overrides, every default in one place."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,15 @@ class Section(BaseModel):
     """A group of keys. An unknown key is an error; values are checked when they are set."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, use_attribute_docstrings=True)
+
+    def __setattr__(self, name, value):
+        before = dict(self.__dict__)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            # pydantic checks rules between keys only after it has set the value.
+            self.__dict__.update(before)
+            raise
 
 
 class TargetConfig(Section):
@@ -126,6 +136,8 @@ class TrainerConfig(Section):
     """Times each streamed sample is trained, from a bounded buffer in memory."""
     reuse_buffer_mib: int = Field(default=512, ge=1)
     """Memory of that buffer, MiB."""
+    ordered: bool = False
+    """Draw samples strictly in the run's order instead of at random: a repeated run sees the same batches."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of matrix products; weights, softmax, loss and optimizer state are fp32 always."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -184,6 +196,8 @@ class ServeConfig(Section):
     """Drafter folder that `torchspec-lite serve` starts with. None: the run's newest promoted version."""
     max_concurrency_for_speculation: int | None = Field(default=None, ge=1)
     """Above this many running requests replicas stop drafting (None: always draft)."""
+    autoscaling: dict[str, int | float] | None = None
+    """Ray Serve's `autoscaling_config` (min_replicas, max_replicas, …) in place of a fixed number of replicas."""
 
 
 class RolloutConfig(Section):
@@ -269,21 +283,32 @@ class Config(Section):
         return Path(self.run_root).absolute() / self.name
 
 
+SECTIONS = tuple(name for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
+                 and issubclass(field.annotation, Section))
+SECRETS = (("serve", "api_key"), ("dashboard", "token"))
+# PyYAML lets faults of Python's own conversions through: a date such as 2024-99-99, nesting a thousand deep.
+YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError)
+
+
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file and apply `dotted.key=value` overrides (values are YAML).
 
     Raises UserError naming the file, the key and the nearest known key.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"config {path}: {error.strerror or error}; give the path of a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"config {path}: not UTF-8 text; give the path of a YAML file") from error
     try:
         values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except YAML_FAULTS as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"config {path}: expected keys and values at the top, found {type(values).__name__}")
+    # A section whose keys are all commented out is an empty one.
+    values = {key: {} if value is None and key in SECTIONS else value for key, value in values.items()}
     for override in overrides:
         _apply(values, override)
     return build(values, str(path))
@@ -300,11 +325,24 @@ def build(values: dict, source: str) -> Config:
 def save(config: Config, path: Path) -> None:
     """Write the resolved config as YAML; secrets are replaced by a note of where they came from."""
     values = config.model_dump(mode="json")
-    for section, key in (("serve", "api_key"), ("dashboard", "token")):
+    for section, key in SECRETS:
         secret = values[section][key]
         if secret is not None and not secret.startswith("env:"):
             values[section][key] = "env:TORCHSPEC_LITE_" + key.upper()
     path.write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def resolve_secret(value: str | None, key: str) -> str | None:
+    """A secret's value: `env:NAME` is read from the environment, anything else is the secret itself.
+
+    Raises UserError when the variable is not set; `key` is the config key to name.
+    """
+    if value is None or not value.startswith("env:"):
+        return value
+    name = value.removeprefix("env:")
+    if not os.environ.get(name):
+        raise UserError(f"{key}: the environment variable {name} is not set; export it and try again")
+    return os.environ[name]
 
 
 def _apply(values: dict, override: str) -> None:
@@ -319,16 +357,24 @@ def _apply(values: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {parent} is a value, not a section")
     try:
         here[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except YAML_FAULTS as error:
         raise UserError(f"override {override!r}: the value is not valid YAML: {error}") from error
 
 
 def _explain(fault: dict) -> str:
     where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "missing":
+        return f"{where}: this key is needed"
     if fault["type"] != "extra_forbidden":
-        return f"{where}: {fault['msg']} (found {fault.get('input')!r})" if where else fault["msg"]
+        secret = where in {f"{section}.{key}" for section, key in SECRETS}
+        found = "a secret, not shown" if secret else _shorten(repr(fault["input"]))
+        return f"{where}: {fault['msg']} (found {found})" if where else fault["msg"]
     nearest = difflib.get_close_matches(where, known_keys(), n=1, cutoff=0.0)
     return f"unknown key {where}; did you mean {nearest[0]}?"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def known_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:

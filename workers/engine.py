@@ -52,3 +52,31 @@ def engine_env(cpus: float, gpus: float, tensor_parallel_size: int = 1) -> dict[
         # One process less (460 MB and 8 s): the engine core runs the model itself. AsyncLLM still has its own process.
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env
+
+
+def capture_args(*, layer_ids: tuple[int, ...], num_layers: int, fingerprint: str, identity: str, budget_bytes: int,
+                 keys: str | None, heartbeat_s: float, wait_s: float, gpus: float) -> dict:
+    """Further arguments that make an engine of `engine_args` capture: states `layer_ids` and the one before the norm.
+
+    Requests are captured that carry a `workers.ticket.Ticket`. The other values go to the connector's senders.
+    """
+    args = {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*layer_ids, num_layers]}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "CaptureConnector",
+            "kv_connector_module_path": "workers.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "layer_ids": list(layer_ids), "fingerprint": fingerprint, "identity": identity,
+                "budget_bytes": budget_bytes, "keys": keys, "heartbeat_s": heartbeat_s, "wait_s": wait_s,
+            },
+        },
+    }
+    if gpus == 0:
+        # On a GPU the doubled rows of a decode step cost next to nothing, and vLLM's own scheduler runs ahead of it.
+        args["scheduler_cls"] = "workers.scheduler.CaptureScheduler"
+    return args

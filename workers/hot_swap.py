@@ -23,9 +23,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle import utils as v2_eagle
 
 from torchspec_lite.export import verify
 from workers.draft_log import DraftLog
-from workers.read_back import plain_name, read_back
+from workers.read_back import read_back
 
-UNUSED_TENSORS = ("t2d",)
 DESCRIPTIVE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -69,11 +68,12 @@ class DrafterSwap:
                 "borrowed": sorted(type(module).__name__ for module in self._borrowed())}
 
     @answered
-    def swap_prepare(self, version_dir: str) -> None:
-        """Read a version and refuse it unless its manifest, names, shapes, numbers and config fit. Changes nothing."""
+    def swap_prepare(self, version_dir: str, target_fingerprint: str) -> None:
+        """Read a version and refuse it unless its manifest, target, names, shapes, numbers and config fit. Changes
+        nothing."""
         self.swap_staged = None
         folder = Path(version_dir)
-        verify(folder)
+        verify(folder, target_fingerprint)
         tensors = load_file(folder / "model.safetensors")
         self._check_fits(folder, tensors)
         self.swap_staged = version_dir, tensors

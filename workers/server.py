@@ -21,22 +21,11 @@ from torchspec_lite.errors import UserError
 from torchspec_lite.target import describe
 from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
+from workers.refusal import SwapRefused
 
 EXTENSION = "workers.hot_swap.ServingExtension"
 ANSWER_S = 120.0
 LOW_PRIORITY = 1
-
-
-class SwapRefused(Exception):
-    """A version was not taken; the engine drafts with the weights it had. `stage` says where it failed."""
-
-    def __init__(self, stage: str, reason: str):
-        super().__init__(stage, reason)
-        self.stage = stage
-        self.reason = reason
-
-    def __str__(self):
-        return f"{self.stage}: {self.reason}"
 
 
 class Replica:
@@ -96,7 +85,7 @@ class Replica:
             begin = time.perf_counter()
             version = Path(version_dir).name
             try:
-                await self._stage("check", "swap_prepare", version_dir)
+                await self._stage("check", "swap_prepare", version_dir, self.target_fingerprint)
                 self.counter.begin_swap()
                 loading = time.perf_counter()
                 try:

@@ -1,0 +1,217 @@
+"""The serving pool: N replicas on Ray Serve behind one OpenAI-compatible endpoint, each addressed by its name.
+
+Ray Serve spreads requests over the replicas, restarts one that dies and passes HTTP through to vLLM's own application.
+A call to one replica is a broadcast that every other replica answers with nothing (`ReplicaDeployment.on_replica`):
+Ray Serve's public interface knows at each moment which replicas live, and no second registry can disagree with it.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from torchspec_lite.config import Config
+from torchspec_lite.errors import UserError
+from workers.engine import engine_env
+from workers.refusal import SwapRefused
+
+APPLICATION = "torchspec-lite"
+DEPLOYMENT = "Replica"
+PROMOTED = "promoted.json"
+SWAP_WAIT_S = 300.0
+STATS_WAIT_S = 20.0
+QUEUED_REQUESTS = 1024
+HEALTH_PERIOD_S = 2.0
+
+
+class ReplicaGone(Exception):
+    """The replica that was asked is not there (any more); Ray Serve starts another with the promoted version."""
+
+
+@serve.deployment(name=DEPLOYMENT)
+@serve.ingress()
+class ReplicaDeployment:
+    """Ray Serve's side of `workers.server.Replica`; vLLM is imported in the replica's own process only."""
+
+    async def __init__(self, config: Config, target_dir: str, run_dir: str, api_key: str | None):
+        from workers.server import Replica
+        version_dir = promoted(run_dir)
+        name = serve.get_replica_context().replica_id.unique_id
+        self.replica = await Replica.start(config, target_dir, version_dir, name, api_key)
+        if promoted(run_dir) != version_dir:
+            await self.replica.swap(promoted(run_dir))
+
+    def __serve_build_asgi_app__(self):
+        return self.replica.app
+
+    async def check_health(self) -> None:
+        await self.replica.check_health()
+
+    async def on_replica(self, name: str | None, method: str, args: list) -> dict | None:
+        """Run a method of the replica called `name` (None: of each). The others answer None."""
+        if name not in (None, self.replica.name):
+            return None
+        try:
+            value = getattr(self.replica, method)(*args)
+            if asyncio.iscoroutine(value):
+                value = await value
+        except SwapRefused as refusal:
+            return {"replica": self.replica.name, "refused": [refusal.stage, refusal.reason]}
+        return {"replica": self.replica.name, "value": value}
+
+    def __del__(self):
+        # Ray Serve calls this when it stops a replica; one whose start failed has no engine to stop.
+        if "replica" in self.__dict__:
+            self.replica.close()
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A running pool. Holds no connection, so it may be handed to any actor of the cluster. Methods are async."""
+
+    url: str
+    run_dir: str
+    replica_count: int
+
+    async def stats(self) -> list[dict]:
+        """`Replica.stats()` of every replica that answers within 20 s, in the order of their names."""
+        answers = await self._ask(None, "stats", [], STATS_WAIT_S)
+        return sorted((answer["value"] for answer in answers), key=lambda stats: stats["replica"])
+
+    async def replicas(self) -> list[str]:
+        """Names of the replicas that answer; a restarted one has a new name."""
+        return [stats["replica"] for stats in await self.stats()]
+
+    async def swap(self, replica: str, version_dir: str) -> dict:
+        """Make one replica draft with another version: `Replica.swap`. Raises SwapRefused or ReplicaGone."""
+        return await self._ask_one(replica, "swap", [version_dir], SWAP_WAIT_S)
+
+    async def probe(self, replica: str, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+        """What one replica drafts for prompts (token ids): `Replica.probe`. Raises ReplicaGone."""
+        return await self._ask_one(replica, "probe", [prompts, max_tokens], SWAP_WAIT_S)
+
+    async def shadow(self, replica: str, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+        """Draft rounds of one replica on given prompts at low priority: `Replica.shadow`. Raises ReplicaGone."""
+        return await self._ask_one(replica, "shadow", [prompts, max_tokens], SWAP_WAIT_S)
+
+    async def set_drafting(self, enabled: bool) -> None:
+        """Switch drafting off or on in every replica, to measure. Raises UserError where vLLM cannot."""
+        answers = await self._ask(None, "set_drafting", [enabled], STATS_WAIT_S)
+        if not all(answer["value"] for answer in answers):
+            raise UserError("drafting cannot be switched in this engine (model runner V2 or asynchronous scheduling); "
+                            "start a pool without a drafter to compare")
+
+    def promote(self, version_dir: str) -> None:
+        """Name the version that replicas start with from now on, after a failure too. Replicas that run keep theirs."""
+        write_promoted(self.run_dir, version_dir)
+
+    async def _ask_one(self, replica, method, args, wait_s):
+        for answer in await self._ask(replica, method, args, wait_s):
+            if answer["replica"] == replica:
+                if "refused" in answer:
+                    raise SwapRefused(*answer["refused"])
+                return answer["value"]
+        raise ReplicaGone(f"replica {replica} did not answer {method} within {wait_s:.0f} s or is gone; "
+                          f"alive: {', '.join(await self.replicas()) or 'none'}")
+
+    async def _ask(self, replica, method, args, wait_s) -> list[dict]:
+        handle = serve.get_app_handle(APPLICATION)
+        try:
+            answers = await handle.broadcast("on_replica", replica, method, args).results_async(
+                timeout_s=wait_s, return_exceptions=True)
+        except (RayServeException, TimeoutError):
+            return []
+        for answer in answers:
+            # A replica that died or did not answer in time has no say; any other error is a fault of this program.
+            if isinstance(answer, Exception) and not isinstance(answer, RayError | RayServeException | TimeoutError):
+                raise answer
+            if isinstance(answer, ray.exceptions.RayTaskError):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, dict)]
+
+
+def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Pool:
+    """Start the pool on the Ray cluster that this process is connected to; returns when every replica answers.
+
+    target_dir, drafter_dir: folders that every node sees. run_dir: where `promoted.json` is kept. Raises UserError when
+    the port is in use, when the endpoint would be open to others without an API key, or when a replica cannot start.
+    """
+    options = config.serve
+    api_key = secret(options.api_key, "serve.api_key")
+    check_exposure(options.host, api_key)
+    port = claim_port(options.host, options.port)
+    write_promoted(run_dir, drafter_dir)
+    serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port},
+                logging_config={"log_level": "WARNING", "enable_access_log": False})
+    scale = ({"autoscaling_config": options.autoscaling} if options.autoscaling else
+             {"num_replicas": options.replicas})
+    deployment = ReplicaDeployment.options(
+        **scale, max_ongoing_requests=4 * options.max_num_seqs, max_queued_requests=QUEUED_REQUESTS,
+        health_check_period_s=HEALTH_PERIOD_S, graceful_shutdown_timeout_s=10, graceful_shutdown_wait_loop_s=0.2,
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus, "runtime_env": {
+            "env_vars": engine_env(options.cpus, options.gpus, config.target.tensor_parallel_size)}})
+    application = deployment.bind(config, str(Path(target_dir).absolute()), str(Path(run_dir).absolute()), api_key)
+    try:
+        serve.run(application, name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        stop()
+        raise UserError(f"serving pool: a replica did not start; Ray's session log of the replica has the whole error. "
+                        f"{error}") from error
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return Pool(f"http://{host}:{port}", str(Path(run_dir).absolute()), options.replicas)
+
+
+def stop() -> None:
+    """Stop the pool and Ray Serve; returns when their processes have been told to go. Does nothing without a pool."""
+    serve.shutdown()
+
+
+def promoted(run_dir: str) -> str:
+    """The version folder that replicas start with."""
+    return json.loads((Path(run_dir) / PROMOTED).read_text())["version_dir"]
+
+
+def write_promoted(run_dir: str, version_dir: str) -> None:
+    """Name the version folder that replicas start with; a reader sees the old name or the new one, never half of it."""
+    final = Path(run_dir) / PROMOTED
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_suffix(".partial")
+    partial.write_text(json.dumps({"version_dir": str(Path(version_dir).absolute())}))
+    partial.replace(final)
+
+
+def secret(value: str | None, key: str) -> str | None:
+    """The value itself, or that of the environment variable it names with `env:`. Raises UserError if it is not set."""
+    if value is None or not value.startswith("env:"):
+        return value
+    name = value.removeprefix("env:")
+    if not os.environ.get(name):
+        raise UserError(f"config {key}: environment variable {name} is not set; set it to the secret")
+    return os.environ[name]
+
+
+def check_exposure(host: str, api_key: str | None) -> None:
+    """Raises UserError for an address that others can reach when there is no API key."""
+    if api_key is None and host not in ("127.0.0.1", "localhost", "::1"):
+        raise UserError(f"config serve.host {host}: others can reach this address; set serve.api_key "
+                        "(env:NAME reads a variable), or serve on 127.0.0.1")
+
+
+def claim_port(host: str, port: int) -> int:
+    """A port that can be bound now; a free one for 0. Raises UserError when it is in use or the address is not here."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # As Ray's proxy will bind it: connections of a server that has just ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(f"config serve.port {port}: cannot listen on {host}:{port} ({error.strerror}); stop what "
+                            "uses the port, or set serve.port (0 picks a free one)") from error
+        return probe.getsockname()[1]
