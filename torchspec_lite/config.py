@@ -126,8 +126,9 @@ class TrainerConfig(Section):
     """Unrolled training-time-test steps K."""
     step_decay: float = Field(default=0.8, gt=0, le=1)
     """Weight of step k is step_decay ** k."""
-    loss: Literal["cross_entropy", "total_variation"] = "cross_entropy"
-    """`cross_entropy` against the target's distribution, or `total_variation`, which bounds acceptance itself."""
+    loss: Literal["cross_entropy", "total_variation", "log_acceptance"] = "cross_entropy"
+    """`cross_entropy` against the target's distribution; `total_variation`, acceptance itself; `log_acceptance`, its
+    logarithm, which learns from a poor start too."""
     batch_tokens: int = Field(default=2048, ge=16)
     """Tokens of one optimizer step on one rank, packed without padding."""
     micro_batch_tokens: int = Field(default=2048, ge=16)
@@ -248,7 +249,7 @@ class MetricsConfig(Section):
 
 class RayConfig(Section):
     address: str | None = None
-    """Cluster to join (`auto` inside `ray job submit`). None: join one that is there, else start one on this machine."""
+    """Cluster to join (`auto` inside `ray job submit`). None: join one that is there, else start one here."""
     object_store_mib: int = Field(default=128, ge=80)
     """Ray's object store when a cluster is started here; the run's data does not pass through it."""
     num_cpus: int | None = Field(default=None, ge=1)
