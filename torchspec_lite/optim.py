@@ -106,18 +106,23 @@ def _everywhere(fine: bool, device: torch.device) -> bool:
 
 
 class Ema:
-    """A moving average of a module's parameters, fp32, for exports. `tensors`: by the parameters' names."""
+    """A moving average of a module's parameters, fp32, for exports.
+
+    `tensors` is its whole state, for checkpoints: the averages by the parameters' names, and `updates`, their number.
+    """
 
     def __init__(self, module: nn.Module, decay: float):
-        self.decay, self.updates = decay, 0
+        self.decay = decay
         self.tensors = {name: value.detach().clone() for name, value in module.named_parameters()}
+        self.tensors["updates"] = torch.zeros(1)
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
-        self.updates += 1
+        updates = int(self.tensors["updates"].add_(1))
         # A young average follows quickly, so that the first exports are not the random start.
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(list(self.tensors.values()), list(module.parameters()), 1 - decay)
+        decay = min(self.decay, (1 + updates) / (10 + updates))
+        named = dict(module.named_parameters())
+        torch._foreach_lerp_([self.tensors[name] for name in named], list(named.values()), 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, module: nn.Module) -> None:
