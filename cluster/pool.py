@@ -7,7 +7,6 @@ Ray Serve's public interface knows at each moment which replicas live, and no se
 
 import asyncio
 import json
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from torchspec_lite.config import Config
+from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from workers.engine import engine_env
 from workers.refusal import SwapRefused
@@ -144,7 +143,7 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
     the port is in use, when the endpoint would be open to others without an API key, or when a replica cannot start.
     """
     options = config.serve
-    api_key = secret(options.api_key, "serve.api_key")
+    api_key = resolve_secret(options.api_key, "serve.api_key")
     check_exposure(options.host, api_key)
     port = claim_port(options.host, options.port)
     write_promoted(run_dir, drafter_dir)
@@ -185,16 +184,6 @@ def write_promoted(run_dir: str, version_dir: str) -> None:
     partial = final.with_suffix(".partial")
     partial.write_text(json.dumps({"version_dir": str(Path(version_dir).absolute())}))
     partial.replace(final)
-
-
-def secret(value: str | None, key: str) -> str | None:
-    """The value itself, or that of the environment variable it names with `env:`. Raises UserError if it is not set."""
-    if value is None or not value.startswith("env:"):
-        return value
-    name = value.removeprefix("env:")
-    if not os.environ.get(name):
-        raise UserError(f"config {key}: environment variable {name} is not set; set it to the secret")
-    return os.environ[name]
 
 
 def check_exposure(host: str, api_key: str | None) -> None:
