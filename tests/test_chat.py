@@ -50,7 +50,7 @@ PLAIN = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Q:' + message['content'] + ' A:' }}"
     "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
 )
-DROPS_ROLE = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'narrator' %}")
+DROPS_ANSWERS = CHATML.replace("in messages %}", "in messages if message.role != 'assistant' %}")
 
 TWO_TURNS = [("user", "What is the capital of France?"), ("assistant", "Paris."),
              ("user", "And what is a knife for?\n"), ("assistant", " To cut bread\n")]
@@ -74,7 +74,8 @@ def chatml():
 def test_chatml_supervises_answers_and_their_end_of_turn(chatml):
     rendered = render_replay(chatml, talk(("system", "Be short."), *TWO_TURNS), 500)
     assert supervised_text(chatml, rendered) == ["Paris.<|im_end|>", " To cut bread\n<|im_end|>"]
-    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in [("system", "Be short."), *TWO_TURNS])
+    turns = [("system", "Be short."), *TWO_TURNS]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     assert rendered.token_ids == chatml(text)["input_ids"]
     assert len(rendered.mask) == len(rendered.token_ids)
 
@@ -110,8 +111,8 @@ def test_the_mask_is_what_the_templates_own_generation_marks_say(turns):
     (STRIPS_REASONING, [("user", "a"), ("assistant", "<think>so</think> b"), ("user", "c"), ("assistant", "d")],
      "unstable_prefix", "turn 2"),
     (FORCES_REASONING, [("user", "a"), ("assistant", "no thought")], "unstable_prefix", "generation prompt"),
-    (CHATML.replace("message['content']", "message['content'] + missing.name"), TWO_TURNS, "template_refused", "missing"),
-    (DROPS_ROLE.replace("narrator", "assistant"), TWO_TURNS, "unstable_prefix", "generation prompt"),
+    (CHATML.replace("message['content']", "missing.name"), TWO_TURNS, "template_refused", "missing"),
+    (DROPS_ANSWERS, TWO_TURNS, "unstable_prefix", "generation prompt"),
     (CHATML, [("user", "a"), ("assistant", "lone \ud800 surrogate")], "bad_text", "Unicode"),
 ])
 def test_what_cannot_be_masked_is_rejected_with_its_reason(template, turns, reason, words):

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from torchspec_lite.errors import UserError
 
 FINGERPRINT_CHUNK = 1 << 16
+HEAD = "lm_head.weight"
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+         "max_position_embeddings")
+SUPPORTED = "only decoder-only text models with RoPE, RMSNorm and a plain head are supported"
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,19 @@ class TargetInfo:
     rope_theta: float
     rope_parameters: dict
     max_position_embeddings: int
+    tied_head: bool = False
 
     def default_layer_ids(self) -> tuple[int, int, int]:
-        """Auxiliary states of EAGLE 3: early, middle, late (id i = residual stream entering layer i)."""
+        """Auxiliary states of EAGLE 3: early, middle, late (id i = residual stream entering layer i).
+
+        In fewer than 7 layers those would not be three different ones in order; there they are 1, N//2, N-1.
+        Raises UserError for fewer than 4 layers.
+        """
+        if self.num_layers < 4:
+            raise UserError(f"target {self.path}: {self.num_layers} layers are too few to choose three states by "
+                            "default; give capture.layer_ids")
+        if self.num_layers < 7:
+            return 1, self.num_layers // 2, self.num_layers - 1
         return 2, self.num_layers // 2, self.num_layers - 3
 
 
@@ -60,30 +74,27 @@ def describe(path: str | Path) -> TargetInfo:
         raise UserError(f"target {folder}: no readable config.json; give a Hugging Face model folder") from error
     except ValueError as error:
         raise UserError(f"target {folder}/config.json: not valid JSON: {error}") from error
-    config = config.get("text_config", config)
-    try:
-        heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {
-            "rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
-        return TargetInfo(
-            path=str(folder.resolve()),
-            name=folder.resolve().name,
-            fingerprint=_fingerprint(folder, config),
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope["rope_theta"]),
-            rope_parameters=rope,
-            max_position_embeddings=config["max_position_embeddings"],
-        )
-    except KeyError as error:
-        raise UserError(f"target {folder}/config.json: no key {error}; only decoder-only text models with RoPE and "
-                        "RMSNorm are supported") from error
+    config = _decoder_config(config, folder)
+    _check_supported(config, folder)
+    heads = config["num_attention_heads"]
+    rope = _rope(config, folder)
+    return TargetInfo(
+        path=str(folder.resolve()),
+        name=_name(folder),
+        fingerprint=_fingerprint(folder, config),
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope["rope_theta"]),
+        rope_parameters=rope,
+        max_position_embeddings=config["max_position_embeddings"],
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+    )
 
 
 def load_head(info: TargetInfo, dtype: torch.dtype) -> FrozenHead:
@@ -94,8 +105,9 @@ def load_head(info: TargetInfo, dtype: torch.dtype) -> FrozenHead:
     files = weight_files(Path(info.path))
     embed = _tensor(files, info, "model.embed_tokens.weight", dtype)
     norm = _tensor(files, info, "model.norm.weight", torch.float32)
-    tied = not any("lm_head.weight" in names for names in files.values())
-    head = embed if tied else _tensor(files, info, "lm_head.weight", dtype)
+    # A file may hold a head that a tied model does not read.
+    tied = info.tied_head or not any(_is(name, HEAD) for names in files.values() for name in names)
+    head = embed if tied else _tensor(files, info, HEAD, dtype)
     return FrozenHead(embed, norm, info.rms_norm_eps, head)
 
 
@@ -106,18 +118,71 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
         raise UserError(f"target {folder}: no *.safetensors files; save the model in safetensors format")
     files = {}
     for path in paths:
-        with safe_open(path, "pt") as reader:
-            files[path] = list(reader.keys())
+        try:
+            with safe_open(path, "pt") as reader:
+                files[path] = list(reader.keys())
+        except SafetensorError as error:
+            raise UserError(f"target {path}: not a whole safetensors file ({error}); fetch it again") from error
     return files
 
 
 def _tensor(files, info, suffix, dtype):
     for path, names in files.items():
         for name in names:
-            if name == suffix or name.endswith("." + suffix):
+            if _is(name, suffix):
                 with safe_open(path, "pt") as reader:
                     return reader.get_tensor(name).to(dtype)
     raise UserError(f"target {info.path}: no tensor {suffix}; is this a decoder-only model of a supported family?")
+
+
+def _is(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith("." + suffix)
+
+
+def _decoder_config(config, folder: Path) -> dict:
+    """The part of a config.json that describes the text decoder."""
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        # Whether the head is tied may be said outside only.
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = outer | config["text_config"]
+    if not isinstance(config, dict):
+        raise UserError(f"target {folder}/config.json: expected an object; give a Hugging Face model folder")
+    return config
+
+
+def _check_supported(config: dict, folder: Path) -> None:
+    """Raises UserError for a model whose logits are not `lm_head(RMSNorm(stream))`, or whose sizes are missing."""
+    for key in SIZES:
+        if key not in config:
+            raise UserError(f"target {folder}/config.json: no key {key!r}; {SUPPORTED}")
+        if not isinstance(config[key], int) or config[key] < 1:
+            raise UserError(f"target {folder}/config.json: {key} is {config[key]!r}, expected a number from 1")
+    model_type = str(config.get("model_type"))
+    if model_type.startswith("gemma"):
+        raise UserError(f"target {folder}: model type {model_type} scales its embedding and its norms; {SUPPORTED}")
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if config.get(key) not in (None, 1, 1.0):
+            raise UserError(f"target {folder}/config.json: {key} changes the logits; {SUPPORTED}")
+
+
+def _rope(config: dict, folder: Path) -> dict:
+    """RoPE as transformers 5 writes it; older configs say `rope_theta` and `rope_scaling` apart."""
+    rope = config.get("rope_parameters")
+    if rope is None:
+        scaling = dict(config.get("rope_scaling") or {})
+        kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+        rope = {"rope_type": kind, "rope_theta": config.get("rope_theta", 10000.0), **scaling}
+    if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
+        raise UserError(f"target {folder}/config.json: rope_parameters has no rope_theta for all layers; {SUPPORTED}")
+    return rope
+
+
+def _name(folder: Path) -> str:
+    """The folder's name; of a snapshot in the hub's cache, whose folder is a commit, the model's."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.parent.parent.name.split("--")[-1]
+    return folder.name
 
 
 def _fingerprint(folder: Path, config: dict) -> str:
@@ -131,7 +196,7 @@ def _fingerprint(folder: Path, config: dict) -> str:
             for place in range(33):
                 file.seek(min(size, place * size // 33))
                 digest.update(file.read(FINGERPRINT_CHUNK))
-    return f"{folder.resolve().name}@{digest.hexdigest()[:16]}"
+    return f"{_name(folder)}@{digest.hexdigest()[:16]}"
 
 
 def weight_bytes(info: TargetInfo) -> int:
