@@ -3,50 +3,15 @@
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchspec_lite.config import Config
 from torchspec_lite.metrics import Metrics
 from torchspec_lite.snapshot import Alarm, Buffer, Pipeline, Replica, Snapshot, SnapshotWriter
+from workers.reports import TargetReport, TrainerReport
 
 RATE_WINDOW_S = 20.0
 ALARMS_SHOWN = 20
-
-
-@dataclass
-class TrainerReport:
-    """What one trainer rank says after an optimizer step (rank 0 alone knows loss and predictions).
-
-    `phases`: seconds since the run's start by phase (`wait`, `teacher`, `train`, `export`). Sizes in bytes.
-    `tokens` counts every pass of every rank; `loss_per_step` has one value for each TTT step.
-    """
-
-    rank: int
-    step: int = 0
-    skipped: int = 0
-    tokens: int = 0
-    loss: float | None = None
-    loss_per_step: list[float] = field(default_factory=list)
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    predicted_train: float | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-    receiver: Buffer = Buffer()
-    reuse: Buffer = Buffer()
-
-
-@dataclass
-class TargetReport:
-    """What one target worker says about once a second: totals since its start, and its sender's buffer.
-
-    `waited_s` is the time its sender was held back for want of credit.
-    """
-
-    worker: str
-    tokens: int = 0
-    waited_s: float = 0.0
-    sender: Buffer = Buffer()
 
 
 class Rate:

@@ -1,7 +1,7 @@
 """Who runs where: the plan of a run, its memory and its bandwidth, before anything is started."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
@@ -50,6 +50,10 @@ class Plan:
     @property
     def memory(self) -> int:
         return sum(role.count * role.memory for role in self.roles)
+
+    def values(self) -> dict:
+        """The plan as plain values, sums included."""
+        return asdict(self) | {"cpus": self.cpus, "gpus": self.gpus, "memory": self.memory}
 
 
 def make_plan(config: Config, info: TargetInfo) -> Plan:

@@ -126,6 +126,22 @@ def compare_requests(new: Sequence[Counts], old: Sequence[Counts], confidence: f
     return _interval(difference, error, confidence)
 
 
+def compare_pairs(new: Sequence[Counts], old: Sequence[Counts], confidence: float) -> Interval:
+    """Difference in AL on the same requests, answered once with each drafter: `new[i]` and `old[i]` are one request.
+
+    As `compare_requests`, but what makes a request easy or hard for both drafters cancels (ratio estimators of paired
+    samples, Cochran, Sampling Techniques, 6.4). Raises ValueError for sides of different length.
+    """
+    pairs = [(n, o) for n, o in zip(new, old, strict=True) if n.rounds and o.rounds]
+    sides = [sum(side, Counts(0, ())) for side in zip(*pairs)] if pairs else [Counts(0, ())] * 2
+    difference = sides[0].acceptance_length - sides[1].acceptance_length
+    if len(pairs) < 2:
+        return Interval(difference, -math.inf, math.inf)
+    residuals = [sum(sign * (c.accepted - (side.acceptance_length - 1) * c.rounds) / side.rounds
+                     for sign, c, side in zip((1, -1), pair, sides)) for pair in pairs]
+    return _interval(difference, sum(r * r for r in residuals) * len(pairs) / (len(pairs) - 1), confidence)
+
+
 def _interval(difference, variance, confidence):
     half = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(variance)
     return Interval(difference, difference - half, difference + half)

@@ -128,7 +128,7 @@ def _rollout(options):
 def _dashboard(options):
     from cluster.dashboard import run_dashboard
     from torchspec_lite.config import resolve_secret
-    run_dashboard(Path(options.run_dir), options.host, options.port, resolve_secret(options.token))
+    run_dashboard(Path(options.run_dir), options.host, options.port, resolve_secret(options.token, "--token"))
 
 
 def _doctor(options):

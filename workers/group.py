@@ -8,16 +8,25 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 600
 
 
-class Group:
-    """Collectives over all trainer ranks; with one rank nothing is sent. Sums are in fp32 or fp64 and every rank gets
-    the same bits back."""
+def open_store(host: str, ranks: int) -> dist.TCPStore:
+    """Rank 0's meeting place; its port is bound at once, so nobody else can take it before the others arrive."""
+    return dist.TCPStore(host, 0, ranks, is_master=True, wait_for_workers=False,
+                         timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
 
-    def __init__(self, rank: int, ranks: int, backend: str, address: str | None):
-        """`address` is `tcp://host:port` of rank 0's store. Raises torch's DistStoreError when a rank stays away for
-        longer than GROUP_TIMEOUT_S."""
+
+def join_store(host: str, port: int, ranks: int) -> dist.TCPStore:
+    """The meeting place as every other rank sees it. Raises torch's DistNetworkError when rank 0 is not there."""
+    return dist.TCPStore(host, port, ranks, is_master=False, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
+
+
+class Group:
+    """Collectives over all trainer ranks; with one rank nothing is sent. Every rank gets the same bits back."""
+
+    def __init__(self, rank: int, ranks: int, backend: str, store: dist.Store | None):
+        """`store` None with one rank. Raises torch's DistStoreError when a rank stays away for GROUP_TIMEOUT_S."""
         self.rank, self.ranks = rank, ranks
         if ranks > 1:
-            dist.init_process_group(backend, init_method=address, rank=rank, world_size=ranks,
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks,
                                     timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
             # Decisions are small and on the CPU whatever carries the gradients.
             self.decisions = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")

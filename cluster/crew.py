@@ -1,0 +1,143 @@
+"""Crews: the trainers and the target workers of a run, kept at work until it is done."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.roles import Keyring, make_keyring, start_target, start_trainer
+from torchspec_lite.config import Config
+from torchspec_lite.errors import UserError
+from torchspec_lite.target import TargetInfo
+from workers.target_address import ReceiverAddress
+
+log = logging.getLogger(__name__)
+START_LIMIT_S = 900
+GRACE_S = 10
+"""After one trainer rank fails, the others have this long to fail too, which tells a lost process from an error."""
+MOST_FAILURES = 4
+"""Starts in a row that may fail before the run gives up."""
+BACKOFF_S = (1, 5, 30, 60)
+
+
+@dataclass
+class Crew:
+    """What both crews need. `addresses` are the receivers of the present trainers, one a rank."""
+
+    config: Config
+    info: TargetInfo
+    coordinator: ray.actor.ActorHandle
+    keyring: Keyring = field(init=False)
+    addresses: list[str] = field(default_factory=list)
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    trainers: list = field(default_factory=list)
+    targets: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.names = [f"target-{number}" for number in range(self.config.capture.workers)]
+        self.keyring = make_keyring(self.config, self.names)
+
+    async def train(self) -> dict:
+        """Run the trainers to the end, from the newest checkpoint each time one of them is lost; their summary.
+
+        Raises UserError for what a person must mend, and the trainers' own error.
+        """
+        for failures in range(MOST_FAILURES):
+            try:
+                return await self._train_once()
+            except RayActorError as error:
+                await self._alarm(f"a trainer was lost ({_first_line(error)}); all ranks start again from the newest checkpoint")
+                if failures == MOST_FAILURES - 1:
+                    raise
+                await asyncio.sleep(BACKOFF_S[failures])
+
+    async def _train_once(self) -> dict:
+        ranks = range(self.config.trainer.ranks)
+        self.trainers = [start_trainer(self.config, rank, self.info, self.coordinator) for rank in ranks]
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                self.addresses = await _all(trainer.listen.remote(keys) for trainer, keys in zip(
+                    self.trainers, self.keyring.receivers))
+                meeting = await self.trainers[0].open_store.remote() if len(self.trainers) > 1 else None
+                for name, target in self.targets.items():
+                    await _all(target.set_receiver.remote(rank, self._address(name, rank)) for rank in ranks)
+            self.listening.set()
+            return await self._watch([trainer.train.remote(meeting) for trainer in self.trainers])
+        finally:
+            for trainer in self.trainers:
+                ray.kill(trainer)
+            self.trainers = []
+
+    async def _watch(self, training: list) -> dict:
+        tasks = [asyncio.ensure_future(_result(reference)) for reference in training]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [task.exception() for task in done if task.exception()]
+        if errors and pending:
+            more, late = await asyncio.wait(pending, timeout=GRACE_S)
+            errors += [task.exception() for task in more if task.exception()]
+            for task in late:
+                task.cancel()
+        # A rank that died takes the others' collectives down with it: its death is the cause.
+        lost = [error for error in errors if isinstance(error, RayActorError)]
+        if errors:
+            raise cause((lost or errors)[0])
+        return tasks[0].result()
+
+    async def capture(self, name: str) -> None:
+        """Keep one target worker at its leases until there are no more; one that fails is started again, later each
+        time. Raises its error after MOST_FAILURES failures in a row without a sample."""
+        failures = 0
+        while True:
+            await self.listening.wait()
+            actor = start_target(self.config, name, self.info, self.coordinator, [
+                self._address(name, rank) for rank in range(self.config.trainer.ranks)])
+            try:
+                async with asyncio.timeout(START_LIMIT_S):
+                    await actor.start.remote()
+                self.targets[name] = actor
+                failures = 0
+                await actor.run.remote()
+                return
+            except (RayActorError, RayTaskError, TimeoutError) as error:
+                found = cause(error)
+                if isinstance(found, UserError) or failures == MOST_FAILURES - 1:
+                    raise found from error
+                lost = await self.coordinator.worker_lost.remote(name)
+                log.warning("%s failed with %s leases: %s", name, lost, _first_line(found))
+                await asyncio.sleep(BACKOFF_S[failures])
+                failures += 1
+            finally:
+                self.targets.pop(name, None)
+                ray.kill(actor)
+
+    async def stop(self) -> None:
+        """Ask the trainers to finish the step in hand, write a checkpoint and return."""
+        await _all(trainer.stop.remote() for trainer in self.trainers)
+
+    def _address(self, name: str, rank: int) -> ReceiverAddress:
+        return ReceiverAddress(self.addresses[rank], self.keyring.senders[name][rank])
+
+    async def _alarm(self, text: str) -> None:
+        log.warning(text)
+        await self.coordinator.raise_alarm.remote(text)
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error inside Ray's wrapper, so that a person reads the cause and not the transport's traceback."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return error
+
+
+async def _all(references) -> list:
+    return await asyncio.gather(*(_result(reference) for reference in references))
+
+
+async def _result(reference):
+    return await reference
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

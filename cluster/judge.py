@@ -1,0 +1,121 @@
+"""The judge: has the pool serve the newest version that is good enough, and measures what it brings."""
+
+import asyncio
+
+from cluster import pool as pools
+from cluster.pool import Pool
+from cluster.rollout import Rollout, version_counts
+from cluster.screen import Screen
+from cluster.summary import Measurement
+from torchspec_lite.acceptance import Counts
+from torchspec_lite.chat import Reject, load_tokenizer, render_prompt
+from torchspec_lite.config import Config
+from torchspec_lite.conversations import Dataset, resolve_files
+from torchspec_lite.snapshot import Replica
+from torchspec_lite.target import TargetInfo
+from torchspec_lite.target_folder import cache_dir
+from workers.reports import Export
+
+
+class Judge:
+    """One for a run. `judge_versions` starts the pool with the first version and takes each later one through the
+    rollout; `report` tells the coordinator how the replicas are."""
+
+    def __init__(self, config: Config, info: TargetInfo, coordinator, screen: Screen):
+        self.config, self.info, self.coordinator, self.screen = config, info, coordinator, screen
+        self.pool: Pool | None = None
+        self.rollout: Rollout | None = None
+        self.ending = False
+
+    @property
+    def serving(self) -> bool:
+        return self.pool is not None
+
+    def no_more(self) -> None:
+        """The trainers are done: what they exported already is judged, then it ends."""
+        self.ending = True
+
+    async def judge_versions(self) -> tuple[Measurement | None, Measurement | None, float | None]:
+        """Until the trainers are done; the held-out acceptance before and after, and what the trainer predicts now."""
+        first = await self._first()
+        if first is None or not self.config.serve.replicas:
+            return None, None, await self._watch_exports(first)
+        self.screen.say(f"version {first.version} is there; the serving pool starts with it")
+        self.pool = await asyncio.to_thread(pools.start, self.config, self.info.path, first.directory,
+                                            str(self.config.run_dir))
+        self.screen.say(f"serving at {self.pool.url}/v1")
+        await self.coordinator.link.remote("endpoint", self.pool.url)
+        await self.coordinator.version_state.remote(first.version, "promoted", "the first version served")
+        prompts = self._held_out_prompts()
+        self.rollout = Rollout(self.config, self.pool, self.coordinator, prompts, self.info.fingerprint, first)
+        before = await self._measure(prompts, first)
+        overrides = asyncio.create_task(self._hear_overrides())
+        try:
+            while (export := await self._next()) is not None:
+                state = await self.rollout.introduce(export)
+                self.screen.say(f"version {export.version}: {state.replace('_', ' ')}")
+        finally:
+            overrides.cancel()
+        serving = self.rollout.serving
+        return before, await self._measure(prompts, serving), serving.predicted_walked
+
+    async def report(self) -> None:
+        """The replicas' state, for the live page."""
+        if self.pool is None:
+            return
+        canary = self.rollout.canaries if self.rollout is not None else ()
+        await self.coordinator.pool_report.remote(tuple(
+            _replica(stats, "canary" if stats["replica"] in canary else "serving") for stats in await self.pool.stats()))
+
+    async def _first(self) -> Export | None:
+        """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""
+        known = await self.coordinator.newest_promoted.remote()
+        return known if known is not None else await self._next()
+
+    async def _next(self) -> Export | None:
+        """The next version to try; None when the trainers are done and nothing waits."""
+        while True:
+            ending = self.ending
+            export = await self.coordinator.next_export.remote(not ending)
+            if export is not None or ending:
+                return export
+
+    async def _watch_exports(self, first: Export | None) -> float | None:
+        newest = first
+        while (export := await self._next()) is not None:
+            newest = export
+        return newest.predicted_walked if newest is not None else None
+
+    async def _hear_overrides(self) -> None:
+        while True:
+            word = await self.coordinator.next_override.remote()
+            if word is not None:
+                await self.rollout.overrule(*word)
+
+    async def _measure(self, prompts: list[list[int]], version: Export) -> Measurement:
+        """Acceptance on all held-out prompts, by vLLM's own count for each request."""
+        name = (await self.pool.replicas())[0]
+        answers = await self.pool.shadow(name, prompts, self.config.data.max_answer_tokens)
+        counts = sum((Counts(answer["drafts"], tuple(answer["per_position"])) for answer in answers), Counts(0, ()))
+        await self.rollout.report_served(version, counts, serving=True)
+        return Measurement(version.version, counts)
+
+    def _held_out_prompts(self) -> list[list[int]]:
+        """Token ids of the held-out prompts; one that cannot be rendered is the ledger's business, not the pool's."""
+        data = self.config.data
+        tokenizer = load_tokenizer(self.info.path, self.config.target.trust_remote_code)
+        dataset = Dataset(resolve_files(data.held_out, "held_out", cache_dir()))
+        prompts = []
+        for id in dataset.order(self.config.seed, 1, data.held_out_prompts):
+            try:
+                prompts.append(render_prompt(tokenizer, dataset.get(id), data.max_length))
+            except Reject:
+                continue
+        return prompts
+
+
+def _replica(stats: dict, role: str) -> Replica:
+    counts = version_counts(stats)
+    return Replica(name=stats["replica"], version=int(stats["version"].removeprefix("v")), state="ready", role=role,
+                   acceptance_length=counts.acceptance_length if counts.rounds else None, running=stats["running"],
+                   waiting=stats["waiting"])

@@ -1,0 +1,166 @@
+"""The Ray actors: each a thin coat over a plain class of workers/ or of this package."""
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+
+from cluster.coordinator import Coordinator
+from cluster.placement import is_loopback, threads
+from torchspec_lite.config import Config
+from torchspec_lite.conversations import resolve_files
+from torchspec_lite.keys import ReceiverKeys, SenderKeys, make_pair
+from torchspec_lite.logs import log_role
+from torchspec_lite.snapshot import Buffer
+from torchspec_lite.target import TargetInfo
+from torchspec_lite.target_folder import cache_dir
+from workers.engine import engine_env
+from workers.reports import TargetReport
+
+REPORT_EVERY_S = 1.0
+
+
+def start_coordinator(config: Config, started: float) -> ray.actor.ActorHandle:
+    """The run's coordinator; Ray starts it again when its process dies, and it goes on from the ledger."""
+    return ray.remote(Coordinator).options(
+        name=f"coordinator-{config.name}", num_cpus=0, max_restarts=-1, max_task_retries=3, max_concurrency=1000,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote(config, str(config.run_dir), started)
+
+
+class TrainerProcess:
+    """One trainer rank. Methods run in threads of their own, so that `stop` is heard while `train` works."""
+
+    def __init__(self, config: Config, rank: int, info: TargetInfo, coordinator: ray.actor.ActorHandle):
+        from workers.link import Link
+        from workers.trainer import Trainer
+        log_role(config.run_dir, config.name, "trainer", rank)
+        torch.set_num_threads(threads(config.trainer.cpus))
+        device = "cuda" if config.trainer.gpus else "cpu"
+        self.config, self.rank = config, rank
+        self.trainer = Trainer(config, rank, info, Link(coordinator, f"trainer {rank}"), device)
+        self.store = None
+
+    def listen(self, keys: ReceiverKeys | None) -> str:
+        stream = self.config.stream
+        return self.trainer.listen(stream.host, keys, unencrypted=stream.encrypt == "off")
+
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: the meeting place of all ranks, as (host, port)."""
+        from workers.group import open_store
+        host = "127.0.0.1" if is_loopback(self.config.stream.host) else socket.gethostbyname(socket.gethostname())
+        self.store = open_store(host, self.config.trainer.ranks)
+        return host, self.store.port
+
+    def train(self, meeting: tuple[str, int] | None) -> dict:
+        from workers.group import Group, join_store
+        ranks, backend = self.config.trainer.ranks, self.config.trainer.backend
+        if backend == "auto":
+            backend = "nccl" if self.config.trainer.gpus else "gloo"
+        if meeting is not None and self.store is None:
+            self.store = join_store(*meeting, ranks)
+        group = Group(self.rank, ranks, backend, self.store)
+        try:
+            return self.trainer.train(group)
+        finally:
+            group.close()
+
+    def stop(self) -> None:
+        self.trainer.stop()
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+def start_trainer(config: Config, rank: int, info: TargetInfo, coordinator) -> ray.actor.ActorHandle:
+    count = str(threads(config.trainer.cpus))
+    return ray.remote(TrainerProcess).options(
+        num_cpus=config.trainer.cpus, num_gpus=config.trainer.gpus, max_concurrency=4,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}},
+    ).remote(config, rank, info, coordinator)
+
+
+class TargetProcess:
+    """One target worker: its leases come from the coordinator, and its figures go there once a second."""
+
+    def __init__(self, config: Config, name: str, info: TargetInfo, coordinator: ray.actor.ActorHandle, receivers: list):
+        from workers.target import TargetWorker
+        log_role(config.run_dir, config.name, "target", name)
+        data, cache = config.data, cache_dir()
+        files = resolve_files(data.train, "train", cache) + resolve_files(data.held_out, "held_out", cache)
+        self.name, self.coordinator = name, coordinator
+        self.worker = TargetWorker(name, config, info, [Path(file) for file in files], receivers)
+
+    async def start(self) -> None:
+        await self.worker.start()
+
+    async def run(self) -> None:
+        reporting = asyncio.create_task(self._report())
+        try:
+            await self.worker.run(LeaseLine(self.coordinator))
+        finally:
+            reporting.cancel()
+
+    async def set_receiver(self, rank: int, receiver) -> None:
+        await self.worker.set_receiver(rank, receiver)
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            senders, stats = await self.worker.sender_stats(), self.worker.stats()
+            await self.coordinator.target_report.remote(TargetReport(
+                self.name, stats["prompt_tokens"] + stats["output_tokens"], sum(s["blocked_s"] for s in senders),
+                Buffer(bytes=sum(s["memory_bytes"] for s in senders), budget_bytes=sum(s["budget_bytes"] for s in senders),
+                       samples=sum(s["unsent_samples"] for s in senders))))
+
+
+@dataclass(frozen=True)
+class LeaseLine:
+    """The coordinator as workers.target sees it."""
+
+    coordinator: ray.actor.ActorHandle
+
+    async def lease(self, worker, count):
+        return await self.coordinator.lease.remote(worker, count)
+
+    async def captured(self, id, attempt, tokens):
+        """Nothing to tell: the trainer says when it holds the sample."""
+
+    async def rejected(self, id, attempt, reason, detail):
+        await self.coordinator.rejected.remote(id, attempt, reason, detail)
+
+    async def failed(self, id, attempt, detail):
+        await self.coordinator.failed.remote(id, attempt, detail)
+
+
+def start_target(config: Config, name: str, info: TargetInfo, coordinator, receivers: list) -> ray.actor.ActorHandle:
+    capture = config.capture
+    return ray.remote(TargetProcess).options(
+        num_cpus=capture.cpus, num_gpus=capture.gpus, max_concurrency=100, runtime_env={"env_vars": engine_env(
+            capture.cpus, capture.gpus, config.target.tensor_parallel_size)},
+    ).remote(config, name, info, coordinator, receivers)
+
+
+@dataclass(frozen=True)
+class Keyring:
+    """CURVE keys of one attempt of a run, made in the driver's memory: each end gets its own and no other's secret."""
+
+    receivers: list[ReceiverKeys | None]
+    senders: dict[str, list[SenderKeys | None]]
+
+
+def make_keyring(config: Config, targets: list[str]) -> Keyring:
+    """Keys for every trainer rank and target worker; None where the stream is not encrypted."""
+    ranks = range(config.trainer.ranks)
+    encrypt = config.stream.encrypt
+    if encrypt == "off" or encrypt == "auto" and is_loopback(config.stream.host):
+        return Keyring([None for _ in ranks], {name: [None for _ in ranks] for name in targets})
+    ends, pairs = [make_pair() for _ in ranks], {name: make_pair() for name in targets}
+    allowed = frozenset(pair.public for pair in pairs.values())
+    return Keyring([ReceiverKeys(end, allowed) for end in ends],
+                   {name: [SenderKeys(pair, end.public) for end in ends] for name, pair in pairs.items()})

@@ -1,0 +1,49 @@
+"""The Ray session of a run: join the cluster that is there, or start one on this machine; end what was started."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from cluster.placement import Plan, check_resources
+from torchspec_lite.config import RayConfig
+from torchspec_lite.errors import UserError
+
+NAMESPACE = "torchspec-lite"
+SPARE_CPUS = 2
+"""Logical CPUs beyond the plan's for a cluster started here: Ray Serve's controller and proxy take fractions."""
+
+
+@contextmanager
+def session(options: RayConfig, plan: Plan) -> Iterator[None]:
+    """Be connected to Ray while the block runs. Raises UserError when the cluster cannot be reached or cannot hold the
+    plan."""
+    # The job's own environment decides, not what Ray would rebuild from it in every worker.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    common = dict(namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False,
+                  runtime_env={"env_vars": {"PYTHONPATH": _source_path()}})
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, **common)
+        else:
+            cpus = options.num_cpus or int(plan.cpus + SPARE_CPUS + 0.999)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False,
+                     object_store_memory=options.object_store_mib << 20, **common)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"Ray: cannot {'join the cluster at ' + address if address else 'start'}: {error}") from error
+    try:
+        check_resources(plan, ray.cluster_resources())
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _source_path() -> str:
+    """Where this program's packages are, first on every worker's path: workers run the driver's own code."""
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,307 @@
+"""One trainer rank: samples in from the stream, optimizer steps, drafter versions out."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from torchspec_lite import checkpoint
+from torchspec_lite.acceptance import Prediction, predict, target_choices
+from torchspec_lite.chat import load_tokenizer
+from torchspec_lite.config import Config
+from torchspec_lite.drafter import init_drafter
+from torchspec_lite.export import export, load_drafter
+from torchspec_lite.learner import Learner, StepResult
+from torchspec_lite.parity import make_probe
+from torchspec_lite.reuse import Entry, ReuseBuffer
+from torchspec_lite.sample import Expectation, Sample
+from torchspec_lite.stream import Receiver, StreamTimeout
+from torchspec_lite.snapshot import Buffer
+from torchspec_lite.target import TargetInfo, load_head
+from torchspec_lite.teacher import teacher_statistics
+from torchspec_lite.vocab import choose_draft_vocab, coverage
+from workers.group import Group
+from workers.reports import Export, TrainerReport
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KEEP_CHECKPOINTS = 3
+FILL_WAIT_S = 2.0
+"""Longest wait for a sample before the coordinator is asked whether more will come."""
+PROBES = 2
+
+
+class Phases:
+    """Seconds since the start by what the rank was doing; time in an inner phase is not counted for the outer one."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.inner = [0.0]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        self.inner.append(0.0)
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self.inner.pop()
+            self.inner[-1] += took
+
+
+class Trainer:
+    """A plain class; `cluster.roles` makes it a Ray actor. `listen`, then `train`, which returns when all is trained.
+
+    `coordinator` has `call` and `tell` (workers.link.Link).
+    """
+
+    def __init__(self, config: Config, rank: int, info: TargetInfo, coordinator, device: str = "cpu"):
+        self.config, self.rank, self.info, self.coordinator = config, rank, info, coordinator
+        self.options = config.trainer
+        self.device = torch.device(device)
+        self.run_dir = config.run_dir
+        self.serving_dtype = DTYPES[config.target.dtype]
+        self.layer_ids = tuple(config.capture.layer_ids or info.default_layer_ids())
+        # Its product with the last state makes the target's distribution; the target itself computes it in this dtype.
+        self.head = load_head(info, self.serving_dtype)
+        self.buffer = ReuseBuffer(self.options.reuse, self.options.reuse_buffer_mib << 20, self.options.seed + rank,
+                                  self.options.ordered)
+        self.held_out: dict[str, tuple[Sample, torch.Tensor]] = {}
+        self.phases = Phases()
+        self.receiver: Receiver | None = None
+        self.learner: Learner | None = None
+        self.group: Group | None = None
+        self.version = 0
+        self.samples_done = 0
+        self.exported_step = -1
+        self.stopping = self.time_is_up = False
+        self.started: float | None = None
+        self.trained_s = 0.0
+        self.samples_expected = 0
+
+    # Start
+
+    def listen(self, host: str, keys, unencrypted: bool) -> str:
+        """Open the receiver; returns its endpoint for the target workers."""
+        stream = self.config.stream
+        expect = Expectation(self.info.fingerprint, self.layer_ids, self.serving_dtype, self.info.hidden_size,
+                             self.config.data.max_length)
+        self.receiver = Receiver(host, stream.budget_mib << 20, stream.max_samples, expect, keys, stream.heartbeat_s,
+                                 stream.shared_memory, unencrypted=unencrypted)
+        return self.receiver.endpoint
+
+    def train(self, group: Group) -> dict:
+        """Train until no sample will come and each has had its passes, or the run's limit is reached.
+
+        Returns {step, version, tokens, phases}. A resumed run goes on from its newest whole checkpoint.
+        """
+        self.group = group
+        torch.manual_seed(self.options.seed)
+        resumed = checkpoint.newest(self.run_dir / "checkpoints")
+        if resumed is not None:
+            self._restore(resumed)
+        else:
+            self._restored(0)
+            self._begin()
+        while self._step():
+            pass
+        if self.learner.step > self.exported_step:
+            self._publish()
+        self.coordinator.settle()
+        return {"step": self.learner.step, "version": self.version, "tokens": self.learner.tokens,
+                "phases": self.phases.seconds}
+
+    def stop(self) -> None:
+        """Finish the step in hand, publish and return from `train`, whatever still waits."""
+        self.stopping = True
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def _restored(self, step: int) -> None:
+        if self.rank == 0:
+            self.coordinator.call("restored", step)
+
+    def _begin(self) -> None:
+        """A fresh drafter, or the one to start from; its vocabulary is chosen from the first samples' tokens."""
+        if self.config.drafter.init_from is not None:
+            drafter = load_drafter(Path(self.config.drafter.init_from), self.info, self.head)
+        else:
+            generator = torch.Generator().manual_seed(self.options.seed)
+            drafter = init_drafter(self.info, self.head, self.config.drafter, self._choose_vocabulary(), generator,
+                                   self.layer_ids)
+        self.group.same_weights(drafter)
+        self.learner = Learner(drafter.to(self.device), self.head, self.options, self.group)
+        self._publish()
+
+    def _restore(self, path: Path) -> None:
+        with self.phases.phase("restore"):
+            state = checkpoint.read(path)
+            drafter = Learner.empty_drafter(state.config, state.vocabulary())
+            self.learner = Learner(drafter.to(self.device), self.head, self.options, self.group)
+            self.learner.load(path, state)
+        extra = state.extra
+        self.version, self.samples_done, self.trained_s = extra["version"], extra["samples"], extra["trained_s"]
+        self.exported_step = self.learner.step
+        self._restored(self.learner.step)
+
+    def _choose_vocabulary(self) -> torch.Tensor:
+        """Count what the target wrote in the run's first samples, over all ranks, in no order that matters."""
+        first = min(self.config.drafter.vocab_samples, self.config.data.max_prompts or self.config.drafter.vocab_samples)
+        with self.phases.phase("wait"):
+            while self.buffer.has_room():
+                self._fill(FILL_WAIT_S)
+                if self.coordinator.call("outstanding", first) == 0 and not self._take_one(0.0):
+                    break
+        counts = torch.zeros(2, self.info.vocab_size, dtype=torch.int64)          # prompt's, answer's
+        for entry in self.buffer.entries.values():
+            if entry.sample.ordinal < first:
+                for kind in (0, 1):
+                    tokens = entry.sample.token_ids[entry.sample.mask == kind].long()
+                    counts[kind] += torch.bincount(tokens, minlength=self.info.vocab_size)
+        counts = self.group.sum(counts)
+        tokenizer = load_tokenizer(self.info.path, self.config.target.trust_remote_code)
+        chosen = choose_draft_vocab(counts[1], counts[0], self.config.drafter.draft_vocab_size,
+                                    [id for id in tokenizer.all_special_ids if id < self.info.vocab_size])
+        if self.rank == 0:
+            self.coordinator.tell("event", "vocabulary", f"{len(chosen)} draft tokens from {int(counts[1].sum())} written "
+                                  f"ones, of which they hold {coverage(counts[1], chosen):.1%}")
+        return chosen
+
+    # One step
+
+    def _step(self) -> bool:
+        """One optimizer step over all ranks; False when there is nothing left anywhere."""
+        with self.phases.phase("wait"):
+            entries = [] if self.stopping else self._next_entries()
+            # Ranks without samples take part with none, so nobody waits for them; the last one out ends it for all.
+            # Rank 0's clock is everybody's: learning rates must not differ.
+            mine = self._progress() if self.rank == 0 else 0.0
+            drawn, progress = self.group.sum(torch.tensor([len(entries), mine], dtype=torch.float64)).tolist()
+            if not drawn:
+                return False
+        with self.phases.phase("train"):
+            result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress)
+        done = self.buffer.count_pass(entries)
+        self.samples_done += int(self.group.sum(torch.tensor([len(done)]))[0])
+        self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in entries], self.learner.step)
+        self.coordinator.tell("trainer_report", self._report(result))
+        if self.learner.step % self.options.export_every == 0:
+            self._publish()
+        return not (self.options.max_steps and self.learner.step >= self.options.max_steps)
+
+    def _next_entries(self) -> list[Entry]:
+        """Samples of the next step: waits until there are enough tokens, or no more will come."""
+        enough = self.options.batch_tokens * (2 * self.options.reuse - 1)
+        self._fill(0.0)
+        while self.buffer.tokens < enough and self.buffer.has_room() and not self.stopping:
+            if not self._fill(FILL_WAIT_S) and self.coordinator.call("outstanding", None) == 0 and not self._fill(0.0):
+                break
+        return self.buffer.draw(self.options.batch_tokens)
+
+    def _fill(self, wait_s: float) -> bool:
+        """Move samples from the stream into the buffer while there is room; True if any came."""
+        came = self._take_one(wait_s)
+        while came and self.buffer.has_room() and self._take_one(0.0):
+            pass
+        return came
+
+    def _take_one(self, wait_s: float) -> bool:
+        self._tell_refusals()
+        try:
+            sample = self.receiver.get(wait_s)
+        except StreamTimeout:
+            return False
+        taken = self.coordinator.call("streamed", [(sample.id, sample.attempt, sample.tokens)])
+        if sample.id in taken:
+            self._keep(sample.clone(), taken[sample.id])
+        self.receiver.release(sample)
+        return True
+
+    def _keep(self, sample: Sample, passes: int) -> None:
+        if sample.purpose == "held_out":
+            self.held_out[sample.id] = (sample, target_choices(sample, self.head))
+            return
+        with self.phases.phase("teacher"):
+            statistics = teacher_statistics(sample.last, sample.mask, self.head)
+        self.buffer.add(Entry(sample, statistics, passes))
+
+    def _tell_refusals(self) -> None:
+        for event in self.receiver.events():
+            if event.kind == "rejected":
+                self.coordinator.tell("rejected", event.id, event.attempt, event.reason)
+            elif event.kind in ("lost", "banned"):
+                self.coordinator.tell("event", "stream", f"{event.sender}: {event.kind}, {event.reason}")
+
+    # What the run gets to see
+
+    def _progress(self) -> float:
+        """Place in the run, 0 to 1, by whichever limit is nearest: steps, minutes or samples."""
+        options = self.options
+        if self.started is None:
+            self.started = time.monotonic() - self.trained_s
+            account = self.coordinator.call("account")["samples"]
+            self.samples_expected = account["all"] - account["rejected"]
+        self.trained_s = time.monotonic() - self.started
+        minutes = self.trained_s / 60 / options.max_minutes if options.max_minutes else 0.0
+        if minutes >= 1 and not self.time_is_up:
+            self.time_is_up = True
+            self.coordinator.tell("stop", f"trainer.max_minutes ({options.max_minutes:g}) are over")
+        steps = self.learner.step / options.max_steps if options.max_steps else 0.0
+        return min(1.0, max(minutes, steps, self.samples_done / max(1, self.samples_expected)))
+
+    def _report(self, result: StepResult) -> TrainerReport:
+        stats, stream = self.receiver.stats(), self.config.stream
+        return TrainerReport(
+            rank=self.rank, step=self.learner.step, skipped=self.learner.skipped, tokens=self.learner.tokens,
+            loss=result.loss, loss_per_step=result.loss_per_step, learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm, predicted_train=result.acceptance_length, phases=dict(self.phases.seconds),
+            receiver=Buffer(bytes=stats.held_bytes, budget_bytes=stats.budget_bytes, samples=stats.held_samples,
+                            budget_samples=stream.max_samples),
+            reuse=Buffer(bytes=self.buffer.nbytes, budget_bytes=self.buffer.max_bytes, samples=len(self.buffer)))
+
+    def _publish(self) -> None:
+        """A checkpoint, then a drafter version made of the same weights. Samples become durable between the two."""
+        with self.phases.phase("export"):
+            version = self.version + bool(self.learner.step)
+            # Every sample this step used must be in the ledger as trained before a checkpoint claims it.
+            self.coordinator.settle()
+            self.group.sum(torch.zeros(1))
+            extra = {"version": version, "samples": self.samples_done, "trained_s": self.trained_s}
+            self.learner.save(self.run_dir / "checkpoints", extra, KEEP_CHECKPOINTS)
+            if self.rank == 0:
+                self.coordinator.call("checkpointed", self.learner.step)
+                self._export(version)
+            self.group.sum(torch.zeros(1))
+            self.version, self.exported_step = version, self.learner.step
+
+    def _export(self, version: int) -> None:
+        drafts = self.config.serve.num_speculative_tokens
+        drafter = self.learner.exportable()
+        prediction = self._predict(drafter, drafts)
+        walked = prediction.walked if prediction is not None else None
+        parent = version - 1 if version else None
+        path = export(drafter, self.run_dir / "drafters", version, self.serving_dtype, self.info, self.learner.step,
+                      self.samples_done, parent, walked)
+        served = load_drafter(path, self.info, self.head)
+        probes = [make_probe(served, self.head, sample, drafts, self.serving_dtype)
+                  for sample, _ in list(self.held_out.values())[:PROBES]]
+        self.coordinator.call("exported", Export(
+            version, self.learner.step, self.samples_done, parent, str(path),
+            prediction.acceptance_length if prediction is not None else None, walked,
+            list(prediction.per_position) if prediction is not None else [], probes))
+
+    def _predict(self, drafter, drafts: int) -> Prediction | None:
+        """Acceptance predicted on the held-out samples that have arrived, and the drift diagnostics on them."""
+        if not self.held_out:
+            return None
+        samples, choices = zip(*self.held_out.values())
+        prediction = predict(drafter, self.head, samples, drafts, self.serving_dtype, choices)
+        if not prediction.rows:
+            return None
+        self.coordinator.tell("drift", self.learner.step, {
+            name: list(getattr(prediction, name)) for name in ("feature_norm", "sink_mass", "own_mass")})
+        return prediction
