@@ -2,7 +2,7 @@
 
 import math
 
-from torchspec_lite.config import TargetConfig
+from torchspec_lite.config import StreamConfig, TargetConfig
 
 
 def engine_args(target: TargetConfig, path: str, *, max_num_seqs: int, kv_cache_mib: int,
@@ -37,8 +37,8 @@ def engine_args(target: TargetConfig, path: str, *, max_num_seqs: int, kv_cache_
 def engine_env(cpus: float, gpus: float, tensor_parallel_size: int = 1) -> dict[str, str]:
     """Environment an engine's process must have before it imports torch and vLLM (Ray: `runtime_env.env_vars`).
 
-    `cpus` rounded up is the number of threads. VLLM_CPU_KVCACHE_SPACE must be absent (it overrides the configured
-    memory): `clear_engine_env` takes it out of a process that inherited it.
+    `cpus` rounded up is the number of threads. VLLM_CPU_KVCACHE_SPACE, which overrides the configured memory, must be
+    absent; it cannot be unset from here.
     """
     env = {
         "OMP_NUM_THREADS": str(max(1, math.ceil(cpus))),
@@ -51,14 +51,18 @@ def engine_env(cpus: float, gpus: float, tensor_parallel_size: int = 1) -> dict[
     if gpus == 0 and tensor_parallel_size == 1:
         # One process less (460 MB and 8 s): the engine core runs the model itself. AsyncLLM still has its own process.
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    elif gpus == 0:
+        # Ranks then run OMP_NUM_THREADS threads each; vLLM's own binding wants one memory node a rank.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return env
 
 
-def capture_args(*, layer_ids: tuple[int, ...], num_layers: int, fingerprint: str, identity: str, budget_bytes: int,
-                 keys: str | None, heartbeat_s: float, wait_s: float, gpus: float) -> dict:
+def capture_args(stream: StreamConfig, *, layer_ids: tuple[int, ...], num_layers: int, fingerprint: str,
+                 identity: str, gpus: float) -> dict:
     """Further arguments that make an engine of `engine_args` capture: states `layer_ids` and the one before the norm.
 
-    Requests are captured that carry a `workers.ticket.Ticket`. The other values go to the connector's senders.
+    Requests are captured that carry a `workers.ticket.Ticket`; samples bear `fingerprint`, senders are called
+    `identity`.
     """
     args = {
         "speculative_config": {
@@ -72,9 +76,11 @@ def capture_args(*, layer_ids: tuple[int, ...], num_layers: int, fingerprint: st
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
                 "layer_ids": list(layer_ids), "fingerprint": fingerprint, "identity": identity,
-                "budget_bytes": budget_bytes, "keys": keys, "heartbeat_s": heartbeat_s, "wait_s": wait_s,
+                "budget_bytes": stream.sender_budget_mib << 20, "heartbeat_s": stream.heartbeat_s,
+                "wait_s": stream.wait_s, "shared_memory": stream.shared_memory,
             },
         },
+        "worker_extension_cls": "workers.connector.CaptureExtension",
     }
     if gpus == 0:
         # On a GPU the doubled rows of a decode step cost next to nothing, and vLLM's own scheduler runs ahead of it.
