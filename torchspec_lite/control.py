@@ -1,7 +1,7 @@
 """The small messages between sender and receiver: one frame each, a kind byte and strict JSON. Never pickle."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import get_type_hints
 
@@ -128,7 +128,7 @@ LIMITS = {"attempt": MAX_COUNT, "ordinal": MAX_ORDINAL, "nbytes": MAX_BYTES, "of
 
 def pack(message) -> bytes:
     """One frame. Texts longer than the limit (reasons) are cut."""
-    values = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in asdict(message).items()}
+    values = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in vars(message).items()}
     return BYTES[type(message)] + json.dumps(values, separators=(",", ":")).encode()
 
 

@@ -1,7 +1,6 @@
 """A trainer's end of the stream: gives credit, checks what comes, and never holds more than its budget."""
 
 import secrets
-import socket as sockets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -12,63 +11,20 @@ from functools import partial
 import zmq
 
 from torchspec_lite import control
-from torchspec_lite.credits import Credits, PeerCredit
+from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
-from torchspec_lite.keys import ZAP_ENDPOINT, ReceiverKeys, check_bind_host, is_loopback, zap_reply
-from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, set_heartbeat
+from torchspec_lite.keys import ReceiverKeys, zap_reply
+from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain
+from torchspec_lite.router import bound_endpoint, descriptor, open_router, shut_down
 from torchspec_lite.sample import Expectation, Sample, SampleError
 from torchspec_lite.shared_slots import attach, host_identity, layout
+from torchspec_lite.stream_stats import Event, ReceiverStats, SenderView
 from torchspec_lite.wire import VERSION, WireError, decode
 
 MAX_SENDERS = 1024
 MAX_SAMPLES = control.MAX_LIST
 REMEMBERED = 65536  # (id, attempt) of samples taken, to know one that comes again
 MAX_EVENTS = 4096  # unread events beyond which no credit is given
-MESSAGES_READ_AHEAD = 2  # per connection, before the connection itself is held back
-
-
-@dataclass(frozen=True)
-class Event:
-    """What the receiver's owner should know.
-
-    Kinds: `joined`, `lost`, `rejected` (a sample, with id and attempt), `duplicate` (likewise), `banned`.
-    """
-
-    kind: str
-    sender: str
-    reason: str
-    id: str = ""
-    attempt: int = 0
-
-
-@dataclass(frozen=True)
-class SenderView:
-    name: str
-    credit: PeerCredit
-    last_heard_s: float
-    shared_memory: bool
-    samples: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class ReceiverStats:
-    """`waiting` is ready for `get`, `held` includes it: everything not yet released."""
-
-    endpoint: str
-    waiting_samples: int
-    waiting_bytes: int
-    held_samples: int
-    held_bytes: int
-    granted_bytes: int
-    budget_bytes: int
-    received_samples: int
-    received_bytes: int
-    rejected_samples: int
-    duplicate_samples: int
-    bytes_per_s: float
-    senders: list[SenderView]
-    waiting_for: str
 
 
 @dataclass
@@ -106,7 +62,6 @@ class Receiver:
     def __init__(self, bind_host: str, budget_bytes: int, max_samples: int, expect: Expectation,
                  keys: ReceiverKeys | None = None, heartbeat_s: float = 2.0, shared_memory: bool = True, port: int = 0,
                  unencrypted: bool = False, on_event: Callable[[Event], None] | None = None):
-        check_bind_host(bind_host)
         if not 0 < max_samples <= MAX_SAMPLES:
             raise UserError(f"stream.max_samples must be from 1 to {MAX_SAMPLES}, found {max_samples}")
         self._expect = expect
@@ -131,13 +86,14 @@ class Receiver:
         self._closing = False
         self._wakeup = Wakeup()
         self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)
-        self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self.endpoint = self._bind(bind_host, port, unencrypted)
-        except BaseException:
+            self._socket, self._zap = open_router(
+                self._context, bind_host, port, keys, unencrypted,
+                max(expect.max_frame_bytes(), control.MAX_CONTROL), heartbeat_s)
+        except UserError:
             self._context.destroy(linger=0)
             raise
+        self.endpoint = bound_endpoint(self._socket)
         self._thread = threading.Thread(target=self._run, name=f"receiver {self.endpoint}", daemon=True)
         self._thread.start()
 
@@ -207,32 +163,11 @@ class Receiver:
 
     # The thread's side
 
-    def _bind(self, host: str, port: int, unencrypted: bool) -> str:
-        socket = self._socket
-        socket.router_mandatory = True
-        socket.rcvhwm = MESSAGES_READ_AHEAD
-        socket.maxmsgsize = max(self._expect.max_frame_bytes(), control.MAX_CONTROL)
-        set_heartbeat(socket, self._heartbeat_s)
-        if self._keys:
-            self._zap.bind(ZAP_ENDPOINT)
-            socket.zap_domain = b"torchspec-lite"
-            socket.curve_server = True
-            socket.curve_secretkey = self._keys.own.secret.encode()
-        try:
-            socket.bind(f"tcp://{host}:{port}")
-        except zmq.ZMQError as error:
-            raise UserError(f"stream.host {host!r}, port {port}: {error.strerror}; give an address or the name of an "
-                            "interface of this machine") from error
-        endpoint = socket.last_endpoint.decode().rstrip("\0")
-        if not self._keys and not unencrypted and not is_loopback(endpoint):
-            raise UserError(f"stream.host {host!r} is not loopback and stream.encrypt is off without need: anyone on "
-                            "the network could read and send; give keys, or set stream.encrypt: off on a trusted one")
-        return endpoint
-
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._wakeup.fd, *([self._zap] if self._keys else [])):
-            poller.register(source, zmq.POLLIN)
+        for source in (self._socket, self._zap, self._wakeup.fd):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
         try:
             self._ping_at = time.monotonic() + self._heartbeat_s
             while not self._closing:
@@ -252,7 +187,7 @@ class Receiver:
         ready = {source for source, _ in poller.poll(int(timeout * 1000) + 1)}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
-        if self._zap in ready:
+        if self._zap and self._zap in ready:
             for request in drain(self._zap, limit=1):
                 self._zap.send_multipart(zap_reply(request, self._keys.allowed))
         if self._socket in ready:
@@ -295,14 +230,14 @@ class Receiver:
         try:
             request = control.unpack(message[1].buffer) if len(message) > 1 else None
             if isinstance(request, control.Hello) and len(message) == 2:
-                self._on_hello(address, request, _descriptor(message[1]))
+                self._on_hello(address, request, descriptor(message[1]))
             elif peer is None:
                 self._on_stranger(address, request, message)
             else:
                 peer.heard = time.monotonic()
                 self._on_request(peer, request, [frame.buffer for frame in message[2:]])
         except WireError as error:
-            self._ban(peer, address, str(error), _descriptor(message[-1]))
+            self._ban(peer, address, str(error), descriptor(message[-1]))
 
     def _on_request(self, peer: _Peer, request, frames: list[memoryview]) -> None:
         match request:
@@ -327,9 +262,9 @@ class Receiver:
         """A sender that was silent for too long and comes back starts anew; whoever sends samples is cut off."""
         self._say(address, control.Resync())
         if len(message) > 2:
-            self._cut(address, _descriptor(message[-1]))
+            self._cut(descriptor(message[-1]))
 
-    def _on_hello(self, address: bytes, hello: control.Hello, descriptor: int) -> None:
+    def _on_hello(self, address: bytes, hello: control.Hello, number: int) -> None:
         refusal = ""
         if hello.version != VERSION:
             age = "newer" if hello.version > VERSION else "older"
@@ -353,7 +288,7 @@ class Receiver:
             if known:
                 self._credits.forget(known.session)
                 del self._peers[known.address]
-            peer = _Peer(address, hello.name, hello.session, hello.epoch, descriptor, time.monotonic(), memory)
+            peer = _Peer(address, hello.name, hello.session, hello.epoch, number, time.monotonic(), memory)
             self._peers[address] = self._sessions[hello.session] = peer
             held = tuple(held.seq for held in self._held.values() if held.shared and held.session == hello.session)
         self._say(address, control.Welcome(self._session, memory is not None, held))
@@ -417,6 +352,8 @@ class Receiver:
         return sample
 
     def _refuse(self, peer: _Peer, want: control.Want, reason: str) -> None:
+        if len(self._events) >= 2 * MAX_EVENTS:
+            raise WireError("flood", f"{MAX_EVENTS} refusals that nobody read")
         kind = "duplicate" if reason.startswith("duplicate") else "rejected"
         self._counts[kind] += 1
         peer.wants.pop(want.seq, None)
@@ -431,23 +368,18 @@ class Receiver:
             self._credits.forget(peer.session)
         self._note(Event("lost", peer.name, reason))
 
-    def _ban(self, peer: _Peer | None, address: bytes, reason: str, descriptor: int) -> None:
+    def _ban(self, peer: _Peer | None, address: bytes, reason: str, number: int) -> None:
         self._say(address, control.Banned(reason))
         if peer:
             self._banned.append(peer.session)
             self._lose(peer, reason)
             self._note(Event("banned", peer.name, reason))
-        self._cut(address, descriptor)
+        self._cut(number)
 
-    def _cut(self, address: bytes, descriptor: int) -> None:
+    def _cut(self, number: int) -> None:
         """Shut a connection down, unless its number now belongs to another sender's."""
-        if descriptor < 0 or any(peer.descriptor == descriptor for peer in self._peers.values()):
-            return
-        try:
-            with sockets.fromfd(descriptor, sockets.AF_INET, sockets.SOCK_STREAM) as connection:
-                connection.shutdown(sockets.SHUT_RDWR)
-        except OSError:
-            pass  # it is gone already
+        if number >= 0 and all(peer.descriptor != number for peer in self._peers.values()):
+            shut_down(number)
 
     def _note(self, event: Event) -> None:
         with self._lock:
@@ -459,17 +391,9 @@ class Receiver:
     def _say(self, address: bytes, message) -> None:
         try:
             self._socket.send_multipart([address, control.pack(message)], zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError) as error:
+        except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             peer = self._peers.get(address)
             if peer:
                 self._lose(peer, "its connection is gone" if error.errno == zmq.EHOSTUNREACH else "it does not read")
-
-
-def _descriptor(frame: zmq.Frame) -> int:
-    """The file descriptor of the connection a frame came by."""
-    try:
-        return int(frame.get("__fd"))
-    except zmq.ZMQError:
-        return -1

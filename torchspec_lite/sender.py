@@ -17,41 +17,11 @@ from torchspec_lite.keys import SenderKeys
 from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, set_heartbeat
 from torchspec_lite.sample import Sample
 from torchspec_lite.shared_slots import SharedSlots, Slot, host_identity, slot_bytes
+from torchspec_lite.stream_stats import Refusal, SenderStats
 from torchspec_lite.wire import VERSION, Encoded, WireError, encode
 
 MAX_OPEN_WANTS = 1024
 BACKOFF_S = (0.02, 1.0)  # first and longest pause before a new connection
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A sample that the receiver does not take, and will not if sent again."""
-
-    id: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class SenderStats:
-    """`unsent` counts samples without credit, `held` those whose shared memory the receiver still reads."""
-
-    receiver: str
-    connected: bool
-    shared_memory: bool
-    unsent_samples: int
-    unsent_bytes: int
-    unacknowledged_samples: int
-    held_samples: int
-    memory_bytes: int
-    budget_bytes: int
-    sent_samples: int
-    sent_bytes: int
-    resent_samples: int
-    refused_samples: int
-    bytes_per_s: float
-    blocked_s: float
-    waiting_for: str
 
 
 @dataclass
@@ -91,6 +61,8 @@ class Sender:
         self._slots = SharedSlots(budget_bytes) if shared_memory else None
         self._lock = threading.Condition()
         self._items: dict[int, _Item] = {}
+        self._new: deque[_Item] = deque()
+        self._open_wants = 0
         self._seqs = count(1)
         self._memory_bytes = 0
         self._receiver_session: str | None = None
@@ -131,7 +103,9 @@ class Sender:
             encoded.copy_into(frames)
         with self._lock:
             seq = next(self._seqs)
-            self._items[seq] = _Item(seq, sample.id, sample.attempt, sample.ordinal, encoded.nbytes, frames, slot)
+            item = _Item(seq, sample.id, sample.attempt, sample.ordinal, encoded.nbytes, frames, slot)
+            self._items[seq] = item
+            self._new.append(item)
         self._wakeup.set()
 
     def flush(self, timeout: float) -> None:
@@ -357,6 +331,8 @@ class Sender:
                 self._drop(item)
             elif item.state != "handed":
                 item.state = "new"
+        self._new = deque(item for item in self._items.values() if item.state == "new")
+        self._open_wants = 0
         self._receiver_session = message.session
         self._shared = message.shared
         self._connected = True
@@ -365,20 +341,23 @@ class Sender:
     def _transfer(self, item: _Item | None) -> None:
         if item is None or item.state != "wanted":
             return
+        self._open_wants -= 1
         item.by_handle = self._shared and item.slot is not None
         if item.by_handle:
             lengths = tuple(len(frame) for frame in item.frames)
             sent = self._say(control.Handle(item.seq, item.slot.offset, lengths))
         else:
             sent = self._say(control.Data(item.seq), item.frames)
+        item.state = "sent"  # if there is no connection just now, the next Welcome makes it new again
         if sent:
-            item.state = "sent"
             self._counts["resent"] += item.sends > 0
             item.sends += 1
 
     def _on_ack(self, item: _Item | None) -> None:
         if item is None or item.state == "handed":
             return
+        self._open_wants -= item.state == "wanted"  # the receiver had it before this connection
+        item.state = "sent"
         self._counts["sent"] += 1
         self._counts["sent_bytes"] += item.nbytes
         self._rate.add(item.nbytes)
@@ -396,6 +375,7 @@ class Sender:
     def _drop(self, item: _Item | None) -> None:
         if item is None:
             return
+        self._open_wants -= item.state == "wanted"
         del self._items[item.seq]
         self._memory_bytes -= slot_bytes(tuple(len(frame) for frame in item.frames))
         if item.slot:
@@ -403,11 +383,13 @@ class Sender:
 
     def _send_wants(self) -> None:
         with self._lock:
-            wanted = sum(item.state == "wanted" for item in self._items.values())
-            new = [item for item in self._items.values() if item.state == "new"]
-            for item in new[: MAX_OPEN_WANTS - wanted]:
-                if self._say(control.Want(item.seq, item.id, item.attempt, item.ordinal, item.nbytes)):
-                    item.state = "wanted"
+            while self._new and self._open_wants < MAX_OPEN_WANTS:
+                item = self._new[0]
+                if not self._say(control.Want(item.seq, item.id, item.attempt, item.ordinal, item.nbytes)):
+                    return
+                self._new.popleft()
+                item.state = "wanted"
+                self._open_wants += 1
 
     def _say(self, message, frames: list = ()) -> bool:
         """Send without waiting; False when there is no connection just now."""
