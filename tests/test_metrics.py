@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -218,3 +220,51 @@ def test_segments_are_plain_parquet(tmp_path):
     metrics.record({"loss": 1.0})
     metrics.close()
     assert pq.read_schema(tmp_path / "metrics" / "000001-000001.parquet").names == SCHEMA.names
+
+
+# The Grafana dashboard
+
+GRAFANA = Path(__file__).parents[1] / "deploy" / "grafana" / "torchspec-lite.json"
+
+
+def grafana_expressions(board):
+    targets = [target for panel in board["panels"] for target in panel.get("targets", [])]
+    variables = [one["definition"] for one in board["templating"]["list"] if one["type"] == "query"]
+    notes = [note["expr"] for note in board["annotations"]["list"]]
+    return [(target["expr"], target["legendFormat"]) for target in targets] + [(text, "") for text in variables + notes]
+
+
+def test_the_grafana_dashboard_asks_for_registered_names_and_labels_only():
+    board = json.loads(GRAFANA.read_text())
+    expressions = grafana_expressions(board)
+    assert len(expressions) > 30
+    for expression, legend in expressions:
+        names = re.findall(r"torchspec_lite_(\w+)", expression)
+        assert names, expression
+        for name in names:
+            labels = re.findall(r"(\w+)=~?\"", expression) + re.findall(r"\{\{(\w+)\}\}", legend)
+            assert name in METRICS, expression
+            assert set(labels) <= {"job", *METRICS[name].labels}, (expression, legend)
+            # a counter is looked at by its growth, save where its total by reason is what is asked
+            grows = re.search(r"(rate|increase)\(torchspec_lite_" + name, expression)
+            asked = METRICS[name].labels == ("reason",) or "label_values" in expression
+            assert bool(grows) == (METRICS[name].kind == "counter" and not asked), expression
+
+
+def test_the_grafana_dashboard_has_what_grafana_needs():
+    board = json.loads(GRAFANA.read_text())
+    assert board["uid"] and board["title"] and board["schemaVersion"] >= 36 and "id" not in board
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert panel["title"] and place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        references = [target["refId"] for target in panel.get("targets", [])]
+        assert len(set(references)) == len(references)
+        for holder in [panel, *panel.get("targets", [])]:
+            assert panel["type"] == "row" or holder["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert {one["name"] for one in board["templating"]["list"]} == {"datasource", "job"}
