@@ -7,12 +7,13 @@ from torchspec_lite.config import StreamConfig, TargetConfig
 
 def engine_args(target: TargetConfig, path: str, *, max_num_seqs: int, kv_cache_mib: int,
                 gpu_memory_utilization: float, gpus: float, max_num_batched_tokens: int | None,
-                prefix_caching: bool, compiled: bool = False) -> dict:
+                prefix_caching: bool, seeds: bool, compiled: bool = False) -> dict:
     """Keyword arguments of `vllm.AsyncEngineArgs` for the target in folder `path`.
 
     Without GPUs the key/value memory is `kv_cache_mib` MiB; with GPUs it is what `gpu_memory_utilization` leaves.
     `compiled` lets inductor compile the model on a CPU, which costs tens of seconds at every start and gains little
     on a small model; on a GPU vLLM always compiles and records CUDA graphs. `max_num_batched_tokens` None: vLLM's own.
+    `seeds`: requests may bring a sampling seed.
     """
     args = {
         "model": path,
@@ -31,6 +32,11 @@ def engine_args(target: TargetConfig, path: str, *, max_num_seqs: int, kv_cache_
     else:
         args["kv_cache_memory_bytes"] = kv_cache_mib << 20
         args["enforce_eager"] = not compiled
+        if seeds:
+            # vLLM 0.32 on a CPU dies of a seeded request whose prefill is chunked (it rewinds the generator by an
+            # offset that only GPU generators have), so no prefill may be chunked.
+            args["enable_chunked_prefill"] = False
+            args["max_num_batched_tokens"] = max(max_num_batched_tokens or 0, target.max_model_len)
     return args
 
 

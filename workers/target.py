@@ -123,7 +123,8 @@ class TargetWorker:
         args = engine_args(
             self.config.target, self.info.path, max_num_seqs=capture.max_num_seqs, kv_cache_mib=capture.kv_cache_mib,
             gpu_memory_utilization=capture.gpu_memory_utilization, gpus=gpus,
-            max_num_batched_tokens=capture.max_num_batched_tokens, prefix_caching=False)
+            max_num_batched_tokens=capture.max_num_batched_tokens, prefix_caching=False,
+            seeds=self.config.data.temperature > 0)
         args |= capture_args(
             self.config.stream, layer_ids=self.layer_ids, num_layers=self.info.num_layers,
             fingerprint=self.info.fingerprint, identity=self.name, gpus=gpus)
