@@ -79,7 +79,7 @@ class Receiver:
         self._taken: OrderedDict[tuple[str, int], tuple[str, int]] = OrderedDict()
         self._peers: dict[bytes, _Peer] = {}  # by address
         self._sessions: dict[str, _Peer] = {}
-        self._banned: deque[str] = deque(maxlen=MAX_SENDERS)
+        self._banned: OrderedDict[str, str] = OrderedDict()  # session: reason
         self._counts = {"received": 0, "bytes": 0, "rejected": 0, "duplicate": 0}
         self._rate = Rate()
         self._error: StreamError | None = None
@@ -89,7 +89,7 @@ class Receiver:
         try:
             self._socket, self._zap = open_router(
                 self._context, bind_host, port, keys, unencrypted,
-                max(expect.max_frame_bytes(), control.MAX_CONTROL), heartbeat_s)
+                max(expect.max_sample_bytes(), control.MAX_CONTROL), heartbeat_s)
         except UserError:
             self._context.destroy(linger=0)
             raise
@@ -271,7 +271,7 @@ class Receiver:
             refusal = (f"version: {hello.name} speaks wire version {hello.version}, {age} than this receiver's "
                        f"{VERSION}; run the same release on every node")
         elif hello.session in self._banned:
-            refusal = "banned: it broke the protocol before"
+            refusal = self._banned[hello.session]
         elif len(self._peers) >= MAX_SENDERS and hello.session not in self._sessions:
             refusal = f"full: {MAX_SENDERS} senders are connected"
         if refusal:
@@ -304,6 +304,9 @@ class Receiver:
                 self._say(peer.address, control.Free((want.seq,)))
         elif owner:
             self._refuse(peer, want, "duplicate: this attempt was received already")
+        elif want.nbytes > self._expect.max_sample_bytes():
+            self._refuse(peer, want, f"too_long: {want.nbytes} bytes, this receiver takes "
+                                     f"{self._expect.max_sample_bytes()} ({self._expect.max_tokens} tokens)")
         else:
             with self._lock:
                 problem = self._credits.want(peer.session, want.seq, want.ordinal, want.nbytes)
@@ -371,7 +374,9 @@ class Receiver:
     def _ban(self, peer: _Peer | None, address: bytes, reason: str, number: int) -> None:
         self._say(address, control.Banned(reason))
         if peer:
-            self._banned.append(peer.session)
+            self._banned[peer.session] = reason
+            if len(self._banned) > MAX_SENDERS:
+                self._banned.popitem(last=False)
             self._lose(peer, reason)
             self._note(Event("banned", peer.name, reason))
         self._cut(number)

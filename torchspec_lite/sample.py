@@ -68,9 +68,10 @@ class Expectation:
     hidden_size: int
     max_tokens: int
 
-    def max_frame_bytes(self) -> int:
-        """Bytes of the largest tensor of the longest sample."""
-        return self.max_tokens * len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
+    def max_sample_bytes(self) -> int:
+        """Bytes of the longest sample, labels included."""
+        states = (len(self.layer_ids) + 1) * self.hidden_size * self.dtype.itemsize
+        return self.max_tokens * (states + 8) + 65536
 
     def check(self, sample: Sample) -> None:
         """Raises SampleError, kind `mismatch`, naming the first field that differs, or `too_long`."""

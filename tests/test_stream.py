@@ -1,0 +1,472 @@
+"""The stream between real sockets and real processes: bounded, complete, and closed to whoever breaks its rules."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import zmq
+
+from tests.stream_peers import EXPECT, Proxy, make_sample, receiving_process, same, sending_process, start
+from torchspec_lite import control
+from torchspec_lite.errors import UserError
+from torchspec_lite.stream import Receiver, SampleError, Sender, StreamError, StreamTimeout
+from torchspec_lite.wire import VERSION, encode
+
+LIMIT_S = 60  # of any single wait, on a busy machine
+
+
+@pytest.fixture
+def closing():
+    """Register what must be closed after the test."""
+    opened = []
+    yield lambda thing: opened.append(thing) or thing
+    for thing in reversed(opened):
+        thing.close()
+
+
+@pytest.fixture(params=[False, True], ids=["frames", "shared"])
+def shared(request):
+    return request.param
+
+
+def receiver_of(closing, shared=False, budget=2**23, samples=256, heartbeat_s=1.0, **options) -> Receiver:
+    return closing(Receiver("127.0.0.1", budget, samples, EXPECT, heartbeat_s=heartbeat_s, shared_memory=shared,
+                            **options))
+
+
+def sender_of(closing, endpoint, shared=False, budget=2**23, heartbeat_s=1.0, wait_s=LIMIT_S) -> Sender:
+    return closing(Sender(endpoint, "target-0", budget, heartbeat_s=heartbeat_s, wait_s=wait_s, shared_memory=shared))
+
+
+def take(receiver: Receiver, count: int) -> list[int]:
+    """Receive, compare with what was sent, release; the samples' numbers."""
+    numbers = []
+    for _ in range(count):
+        sample = receiver.get(LIMIT_S)
+        assert same(sample, replace(make_sample(sample.ordinal), attempt=sample.attempt))
+        numbers.append(sample.ordinal)
+        receiver.release(sample)
+    return numbers
+
+
+def until_empty(sender: Sender) -> None:
+    with sender._lock:
+        assert sender._lock.wait_for(lambda: sender._memory_bytes == 0 and not sender._items, LIMIT_S)
+    assert sender._slots is None or sender._slots.free_bytes() == sender._slots.size - 64
+
+
+class Notices:
+    """Events of a receiver, awaited by kind."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.all = []
+
+    def __call__(self, event):
+        with self._changed:
+            self.all.append(event)
+            self._changed.notify_all()
+
+    def wait(self, kind: str, count: int = 1):
+        def found():
+            return [event for event in self.all if event.kind == kind]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, LIMIT_S), f"no {kind} in {self.all}"
+            return found()[count - 1]
+
+
+def test_samples_arrive_whole_and_in_order(closing, shared):
+    receiver = receiver_of(closing, shared)
+    sender = sender_of(closing, receiver.endpoint, shared)
+    for i in range(20):
+        sender.send(make_sample(i, 10 + i))
+    for i in range(20):
+        sample = receiver.get(LIMIT_S)
+        assert same(sample, make_sample(i, 10 + i))
+        receiver.release(sample)
+    sender.flush(LIMIT_S)
+    stats = sender.stats()
+    assert (stats.sent_samples, stats.resent_samples, stats.shared_memory) == (20, 0, shared)
+    assert receiver.stats().held_samples == 0
+
+
+def test_sender_is_held_back_by_a_trainer_that_takes_nothing(closing, shared):
+    one = encode(make_sample(0)).nbytes
+    receiver = receiver_of(closing, shared, budget=3 * one + 100)
+    sender = sender_of(closing, receiver.endpoint, shared, budget=2 * one + 2000, wait_s=0.3)
+    with pytest.raises(StreamTimeout, match="target-0 waits for credit from tcp://127.0.0.1.*holds its whole budget"
+                       if not shared else "target-0 .*trainer"):
+        for i in range(10):
+            sender.send(make_sample(i))
+    sent = i
+    assert sent == (2 if shared else 5)  # shared memory counts until released; else 3 there and 2 here
+    assert receiver.stats().held_bytes + receiver.stats().granted_bytes <= 3 * one + 100
+    assert take(receiver, sent) == list(range(sent))  # nothing was dropped
+    sender.send(make_sample(sent))
+    assert take(receiver, 1) == [sent]
+
+
+def test_blocked_sender_goes_on_when_credit_returns(closing, shared):
+    one = encode(make_sample(0)).nbytes
+    receiver = receiver_of(closing, shared, budget=2 * one, samples=2)
+    sender = sender_of(closing, receiver.endpoint, shared, budget=2 * one + 2000)
+    thread = threading.Thread(target=lambda: [sender.send(make_sample(i)) for i in range(30)])
+    thread.start()
+    assert take(receiver, 30) == list(range(30))
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_max_samples_bounds_what_waits(closing):
+    receiver = receiver_of(closing, samples=2)
+    sender = sender_of(closing, receiver.endpoint)
+    for i in range(6):
+        sender.send(make_sample(i))
+    held = [receiver.get(LIMIT_S), receiver.get(LIMIT_S)]
+    with pytest.raises(StreamTimeout, match="trainer to release some of the 2 it holds"):
+        receiver.get(0.2)
+    receiver.release(held[0])
+    receiver.get(LIMIT_S)
+
+
+def test_empty_wait_says_who_waits_for_whom(closing):
+    receiver = receiver_of(closing)
+    with pytest.raises(StreamTimeout, match="waited 0.05 s for a sample: no target is connected to tcp://"):
+        receiver.get(0.05)
+    sender = sender_of(closing, "tcp://127.0.0.1:9", wait_s=0.05)
+    with pytest.raises(StreamTimeout, match="target-0 waits for tcp://127.0.0.1:9 to answer"):
+        sender.send(make_sample())
+
+
+def test_releasing_twice_is_an_error(closing):
+    receiver = receiver_of(closing)
+    sender_of(closing, receiver.endpoint).send(make_sample())
+    sample = receiver.get(LIMIT_S)
+    receiver.release(sample)
+    with pytest.raises(KeyError):
+        receiver.release(sample)
+
+
+@pytest.mark.parametrize("bad, reason", [
+    (replace(make_sample(7), fingerprint="other@1"), "mismatch: target is other@1, this receiver takes tiny@0"),
+    (replace(make_sample(7), layer_ids=(2, 5, 8)), "mismatch: layer ids is"),
+    (make_sample(7, dtype=torch.float32), "mismatch: dtype is"),
+    (make_sample(7, tokens=4097), "too_long"),
+    (make_sample(7, tokens=9000), "too_long"),
+    (replace(make_sample(7), last=torch.full((39, 64), float("nan"), dtype=torch.bfloat16)), "not_finite:"),
+])
+def test_refusals_reach_both_ends(closing, shared, bad, reason):
+    notices = Notices()
+    receiver = receiver_of(closing, shared, on_event=notices)
+    sender = sender_of(closing, receiver.endpoint, shared)
+    sender.send(bad)
+    sender.send(make_sample(1))
+    assert take(receiver, 1) == [1]
+    sender.flush(LIMIT_S)
+    refusal = sender.refusals.popleft()
+    event = notices.wait("rejected")
+    assert (refusal.id, event.id, event.attempt) == ("s7", "s7", 0)
+    assert refusal.reason == event.reason and refusal.reason.startswith(reason)
+    assert [event.kind for event in receiver.events()] == ["joined", "rejected"]
+    assert receiver.stats().held_samples == 0
+    until_empty(sender)
+
+
+def test_same_attempt_from_another_sender_is_a_duplicate(closing, shared):
+    notices = Notices()
+    receiver = receiver_of(closing, shared, on_event=notices)
+    first, second = sender_of(closing, receiver.endpoint, shared), sender_of(closing, receiver.endpoint, shared)
+    first.send(make_sample(1))
+    first.flush(LIMIT_S)
+    second.send(make_sample(1))
+    second.send(replace(make_sample(1), attempt=1))  # another attempt is another sample
+    second.flush(LIMIT_S)
+    assert [receiver.get(LIMIT_S).attempt for _ in range(2)] == [0, 1]
+    assert notices.wait("duplicate").id == "s1"
+    assert second.refusals.popleft().reason.startswith("duplicate")
+
+
+def test_sample_larger_than_a_budget_is_an_error_not_a_hang(closing):
+    receiver = receiver_of(closing, budget=1000)
+    with pytest.raises(UserError, match="sender_budget_mib"):
+        sender_of(closing, receiver.endpoint, budget=1000).send(make_sample())
+    sender = sender_of(closing, receiver.endpoint)
+    sender.send(make_sample())
+    sender.flush(LIMIT_S)
+    assert "too_large" in sender.refusals.popleft().reason
+
+
+def test_unsound_sample_stops_at_the_sender(closing):
+    receiver = receiver_of(closing)
+    with pytest.raises(SampleError, match="no_supervision"):
+        sender_of(closing, receiver.endpoint).send(
+            replace(make_sample(), mask=torch.zeros(40, dtype=torch.uint8)))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "", "::", "[::]"])
+def test_receiver_does_not_bind_to_every_interface(host):
+    with pytest.raises(UserError, match="every interface"):
+        Receiver(host, 2**20, 8, EXPECT)
+
+
+def test_unknown_host_is_a_user_error():
+    with pytest.raises(UserError, match="give an address or the name of an interface"):
+        Receiver("no-such-interface", 2**20, 8, EXPECT)
+
+
+# Peers that break the rules
+
+
+class Stranger:
+    """A DEALER that speaks the protocol by hand."""
+
+    def __init__(self, endpoint: str):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = LIMIT_S * 1000
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(endpoint)
+
+    def say(self, message, frames=()):
+        self.socket.send_multipart([control.pack(message), *frames])
+
+    def hello(self, **change):
+        self.say(replace(control.Hello(VERSION, "stranger", "session", 1, "", 0, 0, 0, ""), **change))
+        return self.hear(control.Welcome, control.Banned)
+
+    def hear(self, *kinds):
+        while True:
+            message = control.unpack(self.socket.recv())
+            if isinstance(message, kinds):
+                return message
+
+    def is_cut(self) -> bool:
+        return bool(self.monitor.poll(LIMIT_S * 1000))
+
+    def close(self):
+        self.socket.disable_monitor()
+        self.context.destroy(linger=0)
+
+
+def frames_of(sample) -> list:
+    encoded = encode(sample)
+    encoded.seal()
+    return encoded.frames
+
+
+@pytest.mark.parametrize("version, age", [(VERSION + 1, "newer"), (VERSION - 1, "older")])
+def test_peer_of_another_version_is_refused_by_name(closing, version, age):
+    receiver = receiver_of(closing)
+    answer = closing(Stranger(receiver.endpoint)).hello(version=version)
+    assert isinstance(answer, control.Banned) and f"version {version}, {age} than" in answer.reason
+    assert receiver.events()[0].kind == "banned"
+
+
+def test_sample_without_credit_cuts_its_sender_off(closing):
+    notices = Notices()
+    receiver = receiver_of(closing, on_event=notices)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    stranger.say(control.Data(1), frames_of(make_sample()))
+    assert stranger.is_cut()
+    assert notices.wait("banned").sender == "stranger"
+    again = closing(Stranger(receiver.endpoint))
+    assert "without credit" in again.hello(epoch=2).reason  # it may hear it only now, and gets no further
+    sender_of(closing, receiver.endpoint).send(make_sample(5))  # others are not disturbed
+    assert take(receiver, 1) == [5]
+
+
+def test_sample_before_hello_is_cut_off(closing):
+    receiver = receiver_of(closing)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.say(control.Data(1), frames_of(make_sample()))
+    assert stranger.is_cut()
+    assert receiver.stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x80\x04N.", b"z{}", b"w{}", b"h[]", b'w{"seq":-1}', b"G{\"seqs\":[1]}"])
+def test_junk_cuts_its_sender_off(closing, junk):
+    receiver = receiver_of(closing)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    stranger.socket.send(junk)
+    assert stranger.is_cut()
+    assert closing(Stranger(receiver.endpoint)).hello(epoch=2).reason.startswith("control: ")
+
+
+def test_frame_beyond_the_limit_is_cut_off_before_it_is_read(closing):
+    receiver = receiver_of(closing)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    stranger.say(control.Data(1), [bytes(EXPECT.max_sample_bytes() + 1)])
+    assert stranger.is_cut()
+
+
+def test_damaged_bytes_are_refused_and_their_credit_returns(closing):
+    receiver = receiver_of(closing)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    frames = frames_of(make_sample(3))
+    stranger.say(control.Want(1, "s3", 0, 3, sum(len(frame) for frame in frames)))
+    stranger.hear(control.Grant)
+    damaged = bytearray(frames[2])
+    damaged[10] ^= 4
+    stranger.say(control.Data(1), [frames[0], frames[1], damaged, frames[3]])
+    assert stranger.hear(control.Refuse).reason.startswith("checksum")
+    assert (receiver.stats().held_bytes, receiver.stats().granted_bytes) == (0, 0)
+
+
+def test_another_sample_than_announced_is_refused(closing):
+    receiver = receiver_of(closing)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    frames = frames_of(make_sample(3))
+    stranger.say(control.Want(1, "s4", 0, 3, sum(len(frame) for frame in frames)))
+    stranger.hear(control.Grant)
+    stranger.say(control.Data(1), frames)
+    assert "another sample came" in stranger.hear(control.Refuse).reason
+
+
+def test_credit_of_a_silent_peer_returns(closing):
+    notices = Notices()
+    one = encode(make_sample(0)).nbytes
+    receiver = receiver_of(closing, budget=one, heartbeat_s=0.2, on_event=notices)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    stranger.say(control.Want(1, "s9", 0, 9, one))
+    stranger.hear(control.Grant)  # it has all the credit, and says no more
+    started = time.monotonic()
+    sender = sender_of(closing, receiver.endpoint, heartbeat_s=0.2)
+    sender.send(make_sample(0))
+    assert take(receiver, 1) == [0]
+    assert "silent" in notices.wait("lost").reason
+    assert time.monotonic() - started < 10
+    stranger.say(control.Ping())
+    stranger.hear(control.Resync)  # it may come back
+
+
+# Connections that break, processes that die
+
+
+@pytest.mark.parametrize("cuts", [[3000, 30000, 5, 100000, 100], [1] * 4])
+def test_nothing_is_lost_or_doubled_over_a_cut_connection(closing, shared, cuts):
+    receiver = receiver_of(closing, shared, budget=2**18)
+    proxy = closing(Proxy(receiver.endpoint, cut_after=[cut // 20 if shared else cut for cut in cuts]))
+    sender = sender_of(closing, proxy.endpoint, shared, budget=2**19)
+    thread = threading.Thread(target=lambda: [sender.send(make_sample(i)) for i in range(60)])
+    thread.start()
+    numbers = take(receiver, 40)
+    proxy.cut()
+    numbers += take(receiver, 20)
+    thread.join(LIMIT_S)
+    sender.flush(LIMIT_S)
+    assert sorted(numbers) == list(range(60))
+    assert sender.stats().sent_samples == 60 and proxy.connections > 4
+    until_empty(sender)
+    assert receiver.stats().held_bytes == 0
+
+
+def test_peer_that_goes_dumb_is_found_by_both_ends(closing):
+    notices = Notices()
+    receiver = receiver_of(closing, heartbeat_s=0.2, on_event=notices)
+    proxy = closing(Proxy(receiver.endpoint))
+    sender = sender_of(closing, proxy.endpoint, heartbeat_s=0.2)
+    sender.send(make_sample(0))
+    sender.flush(LIMIT_S)
+    started = time.monotonic()
+    proxy.frozen.set()
+    notices.wait("lost")
+    assert time.monotonic() - started < 10
+    proxy.frozen.clear()
+    sender.send(make_sample(1))
+    assert take(receiver, 2) == [0, 1]
+
+
+@pytest.mark.chaos
+def test_killed_sender_loses_nothing_that_was_acknowledged(closing, shared):
+    notices = Notices()
+    receiver = receiver_of(closing, shared, budget=2**18, heartbeat_s=0.3, on_event=notices)
+    process, pipe = start(sending_process, receiver.endpoint, range(1000), 0, shared, 0.3)
+    held = [receiver.get(LIMIT_S) for _ in range(3)]
+    numbers = take(receiver, 15)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(LIMIT_S)
+    notices.wait("lost")
+    while True:  # what had arrived before
+        try:
+            numbers += take_one(receiver)
+        except StreamTimeout:
+            break
+    assert numbers == list(range(3, 3 + len(numbers)))
+    assert all(same(sample, make_sample(i)) for i, sample in enumerate(held))  # the dead sender's memory is still there
+    for sample in held:
+        receiver.release(sample)
+    assert (receiver.stats().held_bytes, receiver.stats().granted_bytes) == (0, 0)
+    assert not receiver.stats().senders
+    rest = range(3 + len(numbers), 3 + len(numbers) + 10)
+    process, pipe = start(sending_process, receiver.endpoint, rest, 1, shared, 0.3)
+    assert take(receiver, 10) == list(rest)
+    pipe.send("leave")
+    process.join(LIMIT_S)
+
+
+def take_one(receiver: Receiver) -> list[int]:
+    sample = receiver.get(0.5)
+    assert same(sample, make_sample(sample.ordinal))
+    receiver.release(sample)
+    return [sample.ordinal]
+
+
+@pytest.mark.chaos
+def test_killed_receiver_gets_the_rest_after_its_restart(closing, shared):
+    process, pipe = start(receiving_process, 0, shared)
+    assert pipe.poll(LIMIT_S)
+    endpoint = pipe.recv()
+    sender = sender_of(closing, endpoint, shared, budget=2**19, heartbeat_s=0.3)
+    total = 80
+    thread = threading.Thread(target=lambda: [sender.send(make_sample(i)) for i in range(total)])
+    thread.start()
+    for _ in range(20):
+        assert pipe.poll(LIMIT_S)
+        pipe.recv()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(LIMIT_S)
+    receiver = receiver_of(closing, shared, port=int(endpoint.rpartition(":")[2]), heartbeat_s=0.3)
+    first = receiver.get(LIMIT_S)
+    receiver.release(first)
+    acknowledged_before = first.ordinal  # samples go in order, so all before this one had been acknowledged
+    assert acknowledged_before > 0
+    assert take(receiver, total - acknowledged_before - 1) == list(range(acknowledged_before + 1, total))
+    thread.join(LIMIT_S)
+    sender.flush(LIMIT_S)
+    assert sender.stats().sent_samples == total
+
+
+@pytest.mark.chaos
+def test_stopped_sender_comes_back_and_nothing_is_doubled(closing, shared):
+    notices = Notices()
+    receiver = receiver_of(closing, shared, budget=2**17, heartbeat_s=0.2, on_event=notices)
+    process, pipe = start(sending_process, receiver.endpoint, range(60), 0, shared, 0.2)
+    numbers = take(receiver, 10)
+    os.kill(process.pid, signal.SIGSTOP)
+    notices.wait("lost")
+    os.kill(process.pid, signal.SIGCONT)
+    numbers += take(receiver, 50)
+    assert numbers == list(range(60))
+    pipe.send("leave")
+    process.join(LIMIT_S)
+
+
+def test_closed_receiver_ends_waits(closing):
+    receiver = receiver_of(closing)
+    thread = threading.Timer(0.05, receiver.close)
+    thread.start()
+    with pytest.raises(StreamError, match="closed"):
+        receiver.get(LIMIT_S)
+    thread.join()
