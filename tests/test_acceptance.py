@@ -69,8 +69,8 @@ def test_walk_by_hand():
     mask = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1])
     live = torch.tensor([0, 1, 1, 1, 1, 0, 0, 0, 1, 0]).bool()
     accepted = torch.tensor([9, 1, 3, 0, 1, 9, 9, 9, 0, 9])
-    # First answer starts at token 2, read by row 1: accepts 1, next round at row 3: accepts 0, next at row 4: accepts 1,
-    # next at row 6, not live. Second answer: row 8 accepts 0, row 9 not live.
+    # First answer starts at token 2, read by row 1: accepts 1, next round at row 3: accepts 0, next at row 4:
+    # accepts 1, next at row 6, not live. Second answer: row 8 accepts 0, row 9 not live.
     assert walk_rounds(accepted, live, mask) == [1, 0, 1, 0]
 
 

@@ -1,4 +1,4 @@
-"""The drafter's reference forward against golden vectors and against a drafter written a second time, as serving runs it."""
+"""The reference forward against golden vectors and against a second drafter, written as serving runs one."""
 
 import dataclasses
 from pathlib import Path
@@ -82,8 +82,8 @@ def test_golden_packed(query_rows, monkeypatch):
     packed = documents(tensors)
     starts = torch.tensor([0] + [len(d["token_ids"]) for d in packed]).cumsum(0)
     logits = unrolled_logits(
-        drafter, embed, torch.cat([d["token_ids"] for d in packed]), torch.cat([d["aux_hidden_states"] for d in packed]),
-        4, starts)
+        drafter, embed, torch.cat([d["token_ids"] for d in packed]),
+        torch.cat([d["aux_hidden_states"] for d in packed]), 4, starts)
     inside = rows_inside(int(starts[-1]), 4, starts)
     for k in range(4):
         for start, document in zip(starts.tolist(), packed):

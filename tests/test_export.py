@@ -136,7 +136,8 @@ def retouch(path, change):
 @pytest.mark.parametrize("change, message", [
     (lambda t: t["fc.weight"].view(-1)[3].fill_(float("nan")), "fc.weight holds numbers that are not finite"),
     (lambda t: t["norm.weight"][0].fill_(float("inf")), "norm.weight holds numbers that are not finite"),
-    (lambda t: t.update({"lm_head.weight": torch.zeros(21, 32)}), r"lm_head.weight is \[21, 32\], the config asks for \[20, 32\]"),
+    (lambda t: t.update({"lm_head.weight": torch.zeros(21, 32)}),
+     r"lm_head.weight is \[21, 32\], the config asks for \[20, 32\]"),
     (lambda t: t.pop("fc_norm.1.weight"), "fc_norm.1.weight is missing"),
     (lambda t: t.pop("d2t"), "d2t is missing"),
     (lambda t: t.update({"input_norm.weight": torch.ones(96)}), "input_norm.weight has no place"),

@@ -63,7 +63,7 @@ def save(directory: Path, step: int, config: DrafterConfig, drafter: nn.Module,
          keep: int) -> Path:
     """Write the state after optimizer step `step` and return its directory; then keep the `keep` newest.
 
-    `drafter` plain, in DDP or sharded by FSDP2; `tensors` are others to keep (a moving average), plain or sharded alike.
+    `drafter` plain, in DDP or sharded by FSDP2; `tensors` are others to keep (a moving average), likewise.
     Each rank's random number generators are saved under its rank. Written to a temporary name, flushed, renamed.
     Raises UserError when the disk is full or the step is there already; nothing half-written is left.
     """
@@ -262,6 +262,7 @@ def _together(what: str):
         failures = torch.tensor([failed is not None], dtype=torch.int32, device=_device())
         dist.all_reduce(failures)
         if failed is None and int(failures):
-            raise UserError(f"rank {_rank()} could not {what}: {int(failures)} of {_ranks()} ranks failed, see their logs")
+            raise UserError(f"rank {_rank()} could not {what}: {int(failures)} of {_ranks()} ranks failed, see the others' "
+                            "logs")
     if failed is not None:
         raise failed

@@ -66,7 +66,7 @@ def target_ids(d2t: torch.Tensor, vocab_size: int, t2d: torch.Tensor | None, pla
         raise UserError(f"{place}: d2t is {d2t.dtype} {list(d2t.shape)}; int64 offsets [draft_vocab_size] are needed")
     ids = d2t + torch.arange(len(d2t))
     fits = bool(((ids >= 0) & (ids < vocab_size)).all()) and len(ids.unique()) == len(ids)
-    agrees = t2d is None or (fits and t2d.shape == (vocab_size,) and torch.equal(membership(ids, vocab_size), t2d.bool()))
+    agrees = t2d is None or (fits and torch.equal(membership(ids, vocab_size), t2d.bool()))
     if fits and agrees:
         return ids
     inside = bool(((d2t >= 0) & (d2t < vocab_size)).all())
