@@ -144,6 +144,19 @@ def test_restore_undoes_exactly_the_passes_the_weights_do_not_hold(tmp_path):
     assert ledger.trained([(lease.id, lease.attempt) for lease in leases], 3) == ["b", "c"]
 
 
+def test_training_may_run_ahead_of_a_checkpoint(tmp_path):
+    ledger = Ledger(tmp_path / "l", reuse=2)
+    ledger.add_samples([("a", 0), ("b", 1)], "train")
+    a, b = deliver(ledger, 2)
+    for step, batch in enumerate([[a], [a, b], [b]], 1):
+        ledger.trained(batch, step)
+    assert ledger.checkpointed(2) == 1
+    assert (ledger.get("a").state, ledger.get("a").passes_durable) == ("durable", 2)
+    assert (ledger.get("b").state, ledger.get("b").passes_durable) == ("trained", 1)
+    assert ledger.checkpointed(1) == 0 and ledger.checkpoint_step() == 2
+    assert ledger.checkpointed(3) == 1 and ledger.get("b").passes_durable == 2
+
+
 def test_restore_to_an_older_checkpoint_takes_durability_back(ledger):
     items = deliver(ledger, 3)
     for step, item in enumerate(items, 1):

@@ -79,12 +79,15 @@ class LedgerMachine(RuleBasedStateMachine):
                 sample["state"] = "trained"
         assert done == [id for id, _ in chosen if self.model[id]["state"] == "trained"]
 
-    @rule()
-    def save(self):
-        self.ledger.checkpointed(self.step)
-        self.checkpoint = self.step
+    @rule(data=st.data())
+    def save(self, data):
+        """Training may be ahead of the checkpoint that has just become whole, and an older one may be reported late."""
+        step = data.draw(st.just(self.step) | st.integers(0, self.step))
+        self.ledger.checkpointed(step)
+        self.checkpoint = max(self.checkpoint, step)
         for id in self.ids("trained"):
-            self.model[id]["state"] = "durable"
+            if max(self.model[id]["steps"]) <= self.checkpoint:
+                self.model[id]["state"] = "durable"
 
     @precondition(lambda self: self.ids("queued", "leased", "streamed"))
     @rule(data=st.data())
@@ -159,4 +162,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 def test_the_ledger_is_its_model():
     run_state_machine_as_test(LedgerMachine, settings=settings(
-        max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)))
+        max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)))
