@@ -103,11 +103,11 @@ class LiveReplica:
         return self.run(self.replica.engine.collective_rpc(method, args=args))
 
     def acceptance(self, work: Callable[[], object]) -> tuple[float, int]:
-        """Acceptance length and draft rounds of what `work` makes the replica do, by vLLM's counters."""
+        """Acceptance length (1 without a round) and draft rounds of what `work` makes the replica do, as counted."""
         before = self._counts()
         work()
         drafts, accepted = (now - then for now, then in zip(self._counts(), before, strict=True))
-        return 1 + accepted / drafts, drafts
+        return 1 + accepted / max(1, drafts), drafts
 
     def _counts(self) -> tuple[int, int]:
         versions = self.replica.stats()["versions"]

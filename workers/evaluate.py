@@ -159,7 +159,7 @@ class _Engine:
         target = TargetConfig(model=request.target, dtype=request.dtype, max_model_len=max(needed, 64))
         args = engine_args(target, request.target, max_num_seqs=request.concurrency, kv_cache_mib=KV_CACHE_MIB,
                            gpu_memory_utilization=0.9, gpus=request.gpus, max_num_batched_tokens=None,
-                           prefix_caching=False)
+                           prefix_caching=False, seeds=False)
         args.pop("enable_log_requests")
         if request.drafter is not None:
             args["speculative_config"] = {"method": "eagle3", "model": request.drafter,

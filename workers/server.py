@@ -1,6 +1,7 @@
 """One serving replica: a vLLM engine with its drafter, vLLM's own OpenAI-compatible application, and the hot swap."""
 
 import asyncio
+import os
 import time
 import uuid
 from pathlib import Path
@@ -138,9 +139,10 @@ class Replica:
         return all(await self._all_ranks_plain("drafting", enabled))
 
     def stats(self) -> dict:
-        """Plain values: what `DraftCounter.snapshot` says, and {replica, fingerprint, swaps, refused, runner, started}."""
-        return {**self.counter.snapshot(), "replica": self.name, "fingerprint": self.fingerprint, "swaps": self.swaps,
-                "refused": self.refused, "runner": self.runner, "started": self.started}
+        """Plain values: what `DraftCounter.snapshot` says, and {replica, pid, fingerprint, swaps, refused, runner,
+        started}."""
+        return {**self.counter.snapshot(), "replica": self.name, "pid": os.getpid(), "fingerprint": self.fingerprint,
+                "swaps": self.swaps, "refused": self.refused, "runner": self.runner, "started": self.started}
 
     async def check_health(self) -> None:
         """Raises vLLM's EngineDeadError once the engine is gone; Ray Serve then replaces the replica."""
@@ -192,7 +194,7 @@ def serving_args(config: Config, target_dir: str, version_dir: str) -> dict:
     serve = config.serve
     args = engine_args(config.target, target_dir, max_num_seqs=serve.max_num_seqs, kv_cache_mib=serve.kv_cache_mib,
                        gpu_memory_utilization=serve.gpu_memory_utilization, gpus=serve.gpus,
-                       max_num_batched_tokens=None, prefix_caching=True)
+                       max_num_batched_tokens=None, prefix_caching=True, seeds=True)
     return args | {
         "worker_extension_cls": EXTENSION,
         "per_request_spec_decode_metrics": "summary",
