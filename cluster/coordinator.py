@@ -45,11 +45,10 @@ class Coordinator:
         train = Dataset(resolve_files(data.train, "train", cache))
         held_out = Dataset(resolve_files(data.held_out, "held_out", cache))
         check_disjoint(train, held_out)
+        order = train.order(self.config.seed, data.epochs, data.max_prompts)
         measured = held_out.order(self.config.seed, 1, data.held_out_prompts)
-        # Held-out samples come first: predictions need them, and their number is small.
-        self.ledger.add_samples(((id, place - len(measured)) for place, id in enumerate(measured)), "held_out")
-        self.ledger.add_samples(((id, place) for place, id in enumerate(
-            train.order(self.config.seed, data.epochs, data.max_prompts))), "train")
+        self.ledger.add_samples(((id, place) for place, id in enumerate(order)), "train")
+        self.ledger.add_samples(((id, len(order) + place) for place, id in enumerate(measured)), "held_out")
 
     # Target workers
 
@@ -63,7 +62,8 @@ class Coordinator:
             if not self._may_lease():
                 return None if self._nothing_will_come() else []
             if self.ledger.account("held_out")["queued"]:
-                return self.ledger.lease(worker, count, 0, "held_out")  # rank 0 predicts
+                # First, since predictions need them, and to rank 0, which predicts.
+                return self.ledger.lease(worker, count, 0, "held_out")
             rank, self.next_rank = self.next_rank, (self.next_rank + 1) % self.config.trainer.ranks
             return self.ledger.lease(worker, count, rank)
 
@@ -226,9 +226,10 @@ class Coordinator:
         """The ledger's account of every training sample, the rejected ones' reasons and what reports were ignored."""
         return {"samples": self.ledger.account(), "reasons": self.ledger.reasons(), "ignored": self.ledger.ignored()}
 
-    async def observe(self, state: str) -> Snapshot:
-        """The live state, which is written to the run directory too; `state` is the driver's word."""
-        self.observer.state, self.observer.reason = ("draining" if self.stopping else state), self.stopping
+    async def observe(self) -> Snapshot:
+        """The live state, which is written to the run directory too."""
+        running = "running" if self.observer.tokens_streamed else "starting"
+        self.observer.state, self.observer.reason = ("draining" if self.stopping else running), self.stopping
         return self._observe()
 
     async def finish(self, state: str, reason: str | None) -> None:

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.roles import Keyring, make_keyring, start_target, start_trainer
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
+from torchspec_lite.logs import cause_of, one_line
 from torchspec_lite.target import TargetInfo
 from workers.target_address import ReceiverAddress
 
@@ -48,7 +49,7 @@ class Crew:
             try:
                 return await self._train_once()
             except RayActorError as error:
-                await self._alarm(f"a trainer was lost ({_first_line(error)}); all ranks start again from the newest checkpoint")
+                await self._alarm(f"a trainer was lost ({one_line(error)}); all ranks start again from the newest checkpoint")
                 if failures == MOST_FAILURES - 1:
                     raise
                 await asyncio.sleep(BACKOFF_S[failures])
@@ -82,7 +83,7 @@ class Crew:
         # A rank that died takes the others' collectives down with it: its death is the cause.
         lost = [error for error in errors if isinstance(error, RayActorError)]
         if errors:
-            raise cause((lost or errors)[0])
+            raise cause_of((lost or errors)[0])
         return tasks[0].result()
 
     async def capture(self, name: str) -> None:
@@ -101,11 +102,11 @@ class Crew:
                 await actor.run.remote()
                 return
             except (RayActorError, RayTaskError, TimeoutError) as error:
-                found = cause(error)
+                found = cause_of(error)
                 if isinstance(found, UserError) or failures == MOST_FAILURES - 1:
                     raise found from error
                 lost = await self.coordinator.worker_lost.remote(name)
-                log.warning("%s failed with %s leases: %s", name, lost, _first_line(found))
+                log.warning("%s failed with %s leases: %s", name, lost, one_line(found))
                 await asyncio.sleep(BACKOFF_S[failures])
                 failures += 1
             finally:
@@ -124,20 +125,9 @@ class Crew:
         await self.coordinator.raise_alarm.remote(text)
 
 
-def cause(error: BaseException) -> BaseException:
-    """The error inside Ray's wrapper, so that a person reads the cause and not the transport's traceback."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return error
-
-
 async def _all(references) -> list:
     return await asyncio.gather(*(_result(reference) for reference in references))
 
 
 async def _result(reference):
     return await reference
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

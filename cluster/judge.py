@@ -14,6 +14,7 @@ from torchspec_lite.conversations import Dataset, resolve_files
 from torchspec_lite.snapshot import Replica
 from torchspec_lite.target import TargetInfo
 from torchspec_lite.target_folder import cache_dir
+from workers.link import Awaited
 from workers.reports import Export
 
 
@@ -22,14 +23,11 @@ class Judge:
     rollout; `report` tells the coordinator how the replicas are."""
 
     def __init__(self, config: Config, info: TargetInfo, coordinator, screen: Screen):
-        self.config, self.info, self.coordinator, self.screen = config, info, coordinator, screen
+        self.config, self.info, self.screen = config, info, screen
+        self.coordinator = Awaited(coordinator)
         self.pool: Pool | None = None
         self.rollout: Rollout | None = None
         self.ending = False
-
-    @property
-    def serving(self) -> bool:
-        return self.pool is not None
 
     def no_more(self) -> None:
         """The trainers are done: what they exported already is judged, then it ends."""
@@ -44,8 +42,8 @@ class Judge:
         self.pool = await asyncio.to_thread(pools.start, self.config, self.info.path, first.directory,
                                             str(self.config.run_dir))
         self.screen.say(f"serving at {self.pool.url}/v1")
-        await self.coordinator.link.remote("endpoint", self.pool.url)
-        await self.coordinator.version_state.remote(first.version, "promoted", "the first version served")
+        await self.coordinator.link("endpoint", self.pool.url)
+        await self.coordinator.version_state(first.version, "promoted", "the first version served")
         prompts = self._held_out_prompts()
         self.rollout = Rollout(self.config, self.pool, self.coordinator, prompts, self.info.fingerprint, first)
         before = await self._measure(prompts, first)
@@ -64,19 +62,19 @@ class Judge:
         if self.pool is None:
             return
         canary = self.rollout.canaries if self.rollout is not None else ()
-        await self.coordinator.pool_report.remote(tuple(
+        await self.coordinator.pool_report(tuple(
             _replica(stats, "canary" if stats["replica"] in canary else "serving") for stats in await self.pool.stats()))
 
     async def _first(self) -> Export | None:
         """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""
-        known = await self.coordinator.newest_promoted.remote()
+        known = await self.coordinator.newest_promoted()
         return known if known is not None else await self._next()
 
     async def _next(self) -> Export | None:
         """The next version to try; None when the trainers are done and nothing waits."""
         while True:
             ending = self.ending
-            export = await self.coordinator.next_export.remote(not ending)
+            export = await self.coordinator.next_export(not ending)
             if export is not None or ending:
                 return export
 
@@ -88,7 +86,7 @@ class Judge:
 
     async def _hear_overrides(self) -> None:
         while True:
-            word = await self.coordinator.next_override.remote()
+            word = await self.coordinator.next_override()
             if word is not None:
                 await self.rollout.overrule(*word)
 

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 import torch
@@ -13,7 +12,7 @@ from cluster.placement import is_loopback, threads
 from torchspec_lite.config import Config
 from torchspec_lite.conversations import resolve_files
 from torchspec_lite.keys import ReceiverKeys, SenderKeys, make_pair
-from torchspec_lite.logs import log_role
+from torchspec_lite.logs import setup_logging
 from torchspec_lite.snapshot import Buffer
 from torchspec_lite.target import TargetInfo
 from torchspec_lite.target_folder import cache_dir
@@ -34,17 +33,19 @@ class TrainerProcess:
     """One trainer rank. Methods run in threads of their own, so that `stop` is heard while `train` works."""
 
     def __init__(self, config: Config, rank: int, info: TargetInfo, coordinator: ray.actor.ActorHandle):
-        from workers.link import Link
-        from workers.trainer import Trainer
-        log_role(config.run_dir, config.name, "trainer", rank)
-        torch.set_num_threads(threads(config.trainer.cpus))
-        device = "cuda" if config.trainer.gpus else "cpu"
-        self.config, self.rank = config, rank
-        self.trainer = Trainer(config, rank, info, Link(coordinator, f"trainer {rank}"), device)
-        self.store = None
+        self.config, self.rank, self.info, self.coordinator = config, rank, info, coordinator
+        self.trainer = self.store = None
 
     def listen(self, keys: ReceiverKeys | None) -> str:
-        stream = self.config.stream
+        """Load what the trainer needs of the target and open its receiver; returns the endpoint."""
+        # Here and not in the constructor: Ray tells a method's error to the caller, a constructor's only as a death.
+        from workers.link import Link
+        from workers.trainer import Trainer
+        config, stream = self.config, self.config.stream
+        setup_logging(config.run_dir, config.name, "trainer", self.rank)
+        torch.set_num_threads(threads(config.trainer.cpus))
+        device = "cuda" if config.trainer.gpus else "cpu"
+        self.trainer = Trainer(config, self.rank, self.info, Link(self.coordinator, f"trainer {self.rank}"), device)
         return self.trainer.listen(stream.host, keys, unencrypted=stream.encrypt == "off")
 
     def open_store(self) -> tuple[str, int]:
@@ -86,14 +87,16 @@ class TargetProcess:
     """One target worker: its leases come from the coordinator, and its figures go there once a second."""
 
     def __init__(self, config: Config, name: str, info: TargetInfo, coordinator: ray.actor.ActorHandle, receivers: list):
-        from workers.target import TargetWorker
-        log_role(config.run_dir, config.name, "target", name)
-        data, cache = config.data, cache_dir()
-        files = resolve_files(data.train, "train", cache) + resolve_files(data.held_out, "held_out", cache)
-        self.name, self.coordinator = name, coordinator
-        self.worker = TargetWorker(name, config, info, [Path(file) for file in files], receivers)
+        self.config, self.name, self.info = config, name, info
+        self.coordinator, self.receivers, self.worker = coordinator, receivers, None
 
     async def start(self) -> None:
+        """Load the engine and check its states."""
+        from workers.target import TargetWorker
+        setup_logging(self.config.run_dir, self.config.name, "target", int(self.name.rpartition("-")[2]))
+        data, cache = self.config.data, cache_dir()
+        files = resolve_files(data.train, "train", cache) + resolve_files(data.held_out, "held_out", cache)
+        self.worker = TargetWorker(self.name, self.config, self.info, files, self.receivers)
         await self.worker.start()
 
     async def run(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import pool as pools
-from cluster.crew import Crew, cause
+from cluster.crew import Crew
 from cluster.dashboard import start_dashboard
 from cluster.judge import Judge
 from cluster.placement import Plan, make_plan, render
@@ -18,7 +18,7 @@ from cluster.summary import summarize
 from torchspec_lite import config as configs
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
-from torchspec_lite.logs import log_role
+from torchspec_lite.logs import cause_of, one_line, setup_logging
 from torchspec_lite.target import TargetInfo, describe
 from torchspec_lite.target_folder import resolve_target
 
@@ -47,7 +47,7 @@ def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
     info = describe(resolve_target(config.target.model))
     plan = make_plan(config, info)
     started = open_run_dir(config, resume)
-    log_role(config.run_dir, config.name, "driver")
+    setup_logging(config.run_dir, config.name, "driver")
     with Screen(quiet) as screen:
         run = Run(config, info, plan, started, screen)
         screen.say(f"run directory {config.run_dir}")
@@ -77,8 +77,8 @@ async def story(run: Run) -> tuple[dict, str]:
         return summarize(run.config.run_dir, state, account, trained, *judging.result(),
                          time.time() - run.started, next_command(run.config))
     except BaseExceptionGroup as errors:
-        found = cause(errors.exceptions[0])
-        reason = str(found)
+        found = cause_of(errors)
+        reason = one_line(found)
         raise found from None
     finally:
         watch.cancel()
@@ -118,8 +118,7 @@ async def observe(run: Run, coordinator, judge: Judge) -> None:
     """Once a second: the live state to the run directory and the terminal."""
     while True:
         await judge.report()
-        run.screen.show(await coordinator.observe.remote("running" if judge.serving or not run.config.serve.replicas
-                                                         else "starting"))
+        run.screen.show(await coordinator.observe.remote())
         await asyncio.sleep(OBSERVE_EVERY_S)
 
 

@@ -6,11 +6,13 @@ itself stays free of both (this file is the one place where an arrow points outw
 
 import argparse
 import json
+import logging
 import sys
 from pathlib import Path
 
 from torchspec_lite import __version__
 from torchspec_lite.errors import UserError
+from torchspec_lite.logs import log_crash
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,13 +21,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.command(options) or 0
     except UserError as error:
-        if getattr(options, "json", False):
+        if options.json:
             print(json.dumps({"error": str(error)}))
         print(f"torchspec-lite: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("torchspec-lite: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        line = log_crash(error, logging.getLogger("torchspec_lite"))
+        if options.json:
+            print(json.dumps({"error": line, "failed": True}))
+        return 1
 
 
 def parser() -> argparse.ArgumentParser:

@@ -49,9 +49,12 @@ def setup_logging(
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error that started it all: behind `raise … from`, a Ray task's error, or a group with one member first."""
+    """The error that started it all: behind `raise … from`, a Ray task's error, or a group with one member first.
+
+    A UserError on the way says what to mend: it is the cause even when it has one itself.
+    """
     seen: set[int] = set()
-    while id(error) not in seen:
+    while id(error) not in seen and not isinstance(error, UserError):
         seen.add(id(error))
         inner = vars(error).get("cause")  # ray.exceptions.RayTaskError keeps the remote error here
         if isinstance(inner, BaseException):
@@ -74,15 +77,8 @@ def one_line(error: BaseException) -> str:
 
 
 def log_crash(error: BaseException, log: logging.Logger) -> str:
-    """Record why the process ends: all tracebacks in the log file, the one cause on standard error and as the result.
-
-    A UserError raised on the way, which says what to mend, is the cause even when it has one itself.
-    """
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, UserError):
-        inner = vars(chain).get("cause")
-        chain = inner if isinstance(inner, BaseException) else chain.__cause__
-    line = one_line(chain if chain is not None else cause_of(error))
+    """Record why the process ends: all tracebacks in the log file, the one cause on standard error and as the result."""
+    line = one_line(cause_of(error))
     log.critical(line, exc_info=error)
     return line
 

@@ -43,3 +43,13 @@ class Link:
             ray.get(told, timeout=CALL_S)
         except GetTimeoutError as error:
             raise CoordinatorLost(f"{self.who} waited {CALL_S:.0f} s for the coordinator to take {len(told)} messages") from error
+
+
+class Awaited:
+    """An actor's methods as awaitables, `await line.method(…)`, so that callers need not know it is an actor."""
+
+    def __init__(self, actor: ray.actor.ActorHandle):
+        self._actor = actor
+
+    def __getattr__(self, method: str):
+        return getattr(self._actor, method).remote

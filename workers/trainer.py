@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from torchspec_lite import checkpoint
-from torchspec_lite.acceptance import Prediction, predict, target_choices
+from torchspec_lite.acceptance import Prediction, predict
 from torchspec_lite.chat import load_tokenizer
 from torchspec_lite.config import Config
 from torchspec_lite.drafter import init_drafter
@@ -20,7 +20,7 @@ from torchspec_lite.sample import Expectation, Sample
 from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.snapshot import Buffer
 from torchspec_lite.target import TargetInfo, load_head
-from torchspec_lite.teacher import teacher_statistics
+from torchspec_lite.teacher import TeacherStatistics, teacher_statistics
 from torchspec_lite.vocab import choose_draft_vocab, coverage
 from workers.group import Group
 from workers.reports import Export, TrainerReport
@@ -68,7 +68,7 @@ class Trainer:
         self.head = load_head(info, self.serving_dtype)
         self.buffer = ReuseBuffer(self.options.reuse, self.options.reuse_buffer_mib << 20, self.options.seed + rank,
                                   self.options.ordered)
-        self.held_out: dict[str, tuple[Sample, torch.Tensor]] = {}
+        self.held_out: dict[str, tuple[Sample, TeacherStatistics]] = {}
         self.phases = Phases()
         self.receiver: Receiver | None = None
         self.learner: Learner | None = None
@@ -222,12 +222,12 @@ class Trainer:
         return True
 
     def _keep(self, sample: Sample, passes: int) -> None:
-        if sample.purpose == "held_out":
-            self.held_out[sample.id] = (sample, target_choices(sample, self.head))
-            return
         with self.phases.phase("teacher"):
             statistics = teacher_statistics(sample.last, sample.mask, self.head)
-        self.buffer.add(Entry(sample, statistics, passes))
+        if sample.purpose == "held_out":
+            self.held_out[sample.id] = (sample, statistics)
+        else:
+            self.buffer.add(Entry(sample, statistics, passes))
 
     def _tell_refusals(self) -> None:
         for event in self.receiver.events():
@@ -298,8 +298,8 @@ class Trainer:
         """Acceptance predicted on the held-out samples that have arrived, and the drift diagnostics on them."""
         if not self.held_out:
             return None
-        samples, choices = zip(*self.held_out.values())
-        prediction = predict(drafter, self.head, samples, drafts, self.serving_dtype, choices)
+        samples, statistics = zip(*self.held_out.values())
+        prediction = predict(drafter, self.head, samples, drafts, self.serving_dtype, statistics)
         if not prediction.rows:
             return None
         self.coordinator.tell("drift", self.learner.step, {

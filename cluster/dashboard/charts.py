@@ -33,7 +33,7 @@ def hero(view: View) -> dict:
         area = {"color": ACCENT, "opacity": 0.07, "origin": "start"}
         series.append(_curve("served", served, ACCENT, width=2.5) | {"areaStyle": area})
     carrier = served or predicted
-    points = [_marker(version, carrier) for version in view.versions] if carrier else []
+    points = _markers(view.versions, carrier) if carrier else []
     if points:
         series.append(
             {
@@ -146,6 +146,20 @@ def on_line(line: Line, time: float) -> float:
         return line.values[-1]
     (before, low), (after, high) = ((line.times[i], line.values[i]) for i in (right - 1, right))
     return low + (high - low) * (time - before) / (after - before) if after > before else high
+
+
+def _markers(versions: tuple[Version, ...], carrier: Line) -> list[dict]:
+    """Every version, newest first; a name is left away where a newer version's would be in its place."""
+    points = [_marker(version, carrier) for version in reversed(versions)]
+    moments = [point["value"][0] for point in points]
+    room = 0.035 * (max(*moments, carrier.times[-1] * 1000) - min(*moments, carrier.times[0] * 1000)) if points else 0
+    named: list[int] = []
+    for point, moment in zip(points, moments):
+        if any(abs(moment - other) < room for other in named):
+            point["label"] = {"show": False}
+        else:
+            named.append(moment)
+    return points
 
 
 def _marker(version: Version, carrier: Line) -> dict:

@@ -24,6 +24,7 @@ function nextTheme() {
   showTheme();
 }
 
+document.documentElement.lang = 'en';
 showTheme();
 new MutationObserver((_, observer) => {
   if (document.getElementById('theme')) { observer.disconnect(); showTheme(); }

@@ -135,12 +135,13 @@ class Page:
         describe = words if callable(words) else lambda view: words
         with ui.element("div").classes(f"chart {size}") as frame:
             options = render(self.view)
-            chart = ui.echart(options, renderer="svg")
+            chart = ui.echart(dict(options), renderer="svg")
             _html("<p class='empty muted'>Nothing measured yet</p>")
 
         def put(new: dict) -> None:
             chart.options.clear()
             chart.options.update(new)
+            chart.update()
             frame.classes(remove="bare") if new["series"] else frame.classes(add="bare")
 
         def label(text: str) -> None:
