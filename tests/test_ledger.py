@@ -74,7 +74,6 @@ def test_adding_again_is_harmless_and_another_order_is_refused(ledger):
     lambda ledger: ledger.rejected("s3", 1, "x"),             # durable
     lambda ledger: ledger.streamed([("s4", 1, 1)]),           # rejected
     lambda ledger: ledger.trained([("s4", 1)], 9),
-    lambda ledger: ledger.requeue_ids([("s2", 1)]),
     lambda ledger: ledger.trained([("h", 1)], 9),             # held out
 ])
 def test_illegal_reports_raise_and_change_nothing(ledger, report):
@@ -174,16 +173,19 @@ def test_restore_counts_a_checkpoint_whose_report_was_lost(ledger):
     assert ledger.get("s0").state == "durable"
 
 
-def test_a_given_up_sample_keeps_the_passes_it_had(tmp_path):
-    ledger = Ledger(tmp_path / "l", reuse=3)
-    ledger.add_samples([("a", 0)], "train")
-    (item,) = deliver(ledger, 1)
-    ledger.trained([item], 1)
-    assert ledger.requeue_ids([item]) == 1
-    assert ledger.streamed([(*item, 1)]) == {}
+def test_a_failed_delivery_is_queued_again_unless_a_trainer_has_it(ledger):
+    ledger.lease("w0", 3, 0)
+    ledger.streamed([("s1", 1, 5)])
+    assert ledger.requeue_ids([("s0", 1), ("s1", 1), ("s2", 1)]) == 2
+    assert [ledger.get(id).state for id in ("s0", "s1", "s2")] == ["queued", "streamed", "queued"]
+    assert ledger.requeue_ids([("s0", 1)]) == 0                # its worker died before and was reported too
+    assert ledger.streamed([("s2", 1, 5)]) == {"s2": 0}        # it came through after all
+    assert ledger.trained([("s1", 1)], 1) == ["s1"]
+    assert ledger.requeue_ids([("s1", 1)]) == 0 and ledger.get("s1").state == "trained"
     (lease,) = ledger.lease("w1", 1, 0)
-    assert lease.attempt == 3
-    assert ledger.streamed([("a", 3, 1)]) == {"a": 1}
+    assert (lease.id, lease.attempt) == ("s0", 2)
+    assert ledger.requeue_ids([("s0", 1)]) == 0 and ledger.get("s0").state == "leased"
+    assert ledger.ignored() == {"stale": 1, "duplicates": 3}
 
 
 def test_one_writer_and_any_readers(tmp_path):

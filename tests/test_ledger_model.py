@@ -103,6 +103,15 @@ class LedgerMachine(RuleBasedStateMachine):
         for id in mine:
             self.model[id].update(state="queued", worker=None)
 
+    @precondition(lambda self: self.ids("leased", "streamed", "trained", "durable"))
+    @rule(data=st.data())
+    def delivery_fails(self, data):
+        chosen = self.pick(data, "leased", "streamed", "trained", "durable")
+        back = [id for id, _ in chosen if self.model[id]["state"] == "leased"]
+        assert self.ledger.requeue_ids(chosen) == len(back)
+        for id in back:
+            self.model[id].update(state="queued", worker=None)
+
     @precondition(lambda self: self.old)
     @rule(data=st.data())
     def late_report(self, data):

@@ -168,9 +168,10 @@ class Ledger(LedgerFile):
                               "WHERE state = 'leased' AND worker = ?", (time.time(), worker)).rowcount
 
     def requeue_ids(self, samples: Iterable[tuple[str, int]]) -> int:
-        """Queue these (id, attempt) again, leased or held by a trainer that gave them up; how many.
+        """Take back these leases (id, attempt) whose delivery failed; how many.
 
-        Passes already trained stay counted; what is still on its way of a given-up delivery is stale from now on.
+        What a trainer holds all the same stays with it: the worker's report was wrong or late, and to queue the sample
+        again would train it twice. Such a report is ignored and counted.
         """
         changed = 0
         with self._transaction() as db:
@@ -178,10 +179,11 @@ class Ledger(LedgerFile):
                 row = self._current(db, id, attempt)
                 if row is None:
                     continue
-                if row.state not in ("leased", "streamed"):
-                    raise IllegalTransition(f"sample {id!r}: queued again while {row.state}")
-                db.execute("UPDATE samples SET state = 'queued', attempt = attempt + 1, worker = NULL, rank = NULL, "
-                           "updated = ? WHERE id = ?", (time.time(), id))
+                if row.state != "leased":
+                    self._count(db, "duplicates")
+                    continue
+                db.execute("UPDATE samples SET state = 'queued', worker = NULL, rank = NULL, updated = ? "
+                           "WHERE id = ?", (time.time(), id))
                 changed += 1
         return changed
 
