@@ -156,6 +156,10 @@ class TargetWorker:
                         task.add_done_callback(lambda _: slots.release())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Wait until receivers have acknowledged what was sent. Raises an error that names the one that did not."""
         await self._engine.collective_rpc("capture_flush", args=(self.config.stream.wait_s,))
 
     async def set_receiver(self, rank: int, receiver: ReceiverAddress) -> None:

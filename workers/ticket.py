@@ -56,11 +56,11 @@ class Outcome:
     detail: str = ""
 
 
-def sampling(ticket: Ticket, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
+def sampling(ticket: Ticket | None, max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
     """Greedy at temperature 0; else sampled with a seed of its own, so that the same lease gives the same answer."""
     return SamplingParams(
         temperature=temperature, seed=None if temperature == 0 else seed, max_tokens=max_tokens,
-        detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=ticket.extra_args())
+        detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=ticket.extra_args() if ticket else None)
 
 
 def sample_seed(run_seed: int, ordinal: int) -> int:
