@@ -215,9 +215,10 @@ def test_truncation_cuts_ids_and_mask_alike(chatml):
 
 def test_one_token_of_answer_is_no_supervision():
     tokenizer = merging_tokenizer([("a", "\n")])
-    with pytest.raises(Reject) as caught:
-        render_replay(tokenizer, talk(("user", "x"), ("assistant", "a")), 500)
-    assert caught.value.reason == "empty_mask"
+    for turns in ([("user", "x"), ("assistant", "a")], [("user", "x"), ("assistant", "a"), ("user", "y")]):
+        with pytest.raises(Reject) as caught:
+            render_replay(tokenizer, talk(*turns), 500)
+        assert caught.value.reason == "empty_mask"
 
 
 def test_the_prompt_stops_after_the_last_user_turn(chatml):
