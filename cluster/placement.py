@@ -1,7 +1,7 @@
 """Who runs where: the plan of a run, its memory and its bandwidth, before anything is started."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
@@ -50,6 +50,10 @@ class Plan:
     @property
     def memory(self) -> int:
         return sum(role.count * role.memory for role in self.roles)
+
+    def only(self, role: str) -> "Plan":
+        """The plan of one role alone."""
+        return replace(self, roles=tuple(found for found in self.roles if found.name == role))
 
     def values(self) -> dict:
         """The plan as plain values, sums included."""

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from cluster import pool as pools
 from cluster.crew import Crew
 from cluster.dashboard import start_dashboard
@@ -59,6 +61,7 @@ async def story(run: Run) -> tuple[dict, str]:
     """Capture, train, serve, judge; all at once."""
     coordinator = start_coordinator(run.config, run.started)
     await coordinator.versions.remote()
+    await coordinator.link.remote("ray", ray.get_runtime_context().gcs_address)
     dashboard = await open_dashboard(run, coordinator)
     crew, judge = Crew(run.config, run.info, coordinator), Judge(run.config, run.info, coordinator, run.screen)
     watch = asyncio.create_task(observe(run, coordinator, judge))

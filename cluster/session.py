@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+import ray._private.worker as ray_worker
 
 from cluster.placement import Plan, check_resources
 from torchspec_lite.config import RayConfig
 from torchspec_lite.errors import UserError
 
+log = logging.getLogger(__name__)
 NAMESPACE = "torchspec-lite"
 SPARE_CPUS = 2
 """Logical CPUs beyond the plan's for a cluster started here: Ray Serve's controller and proxy take fractions."""
@@ -21,9 +23,7 @@ SPARE_CPUS = 2
 def session(options: RayConfig, plan: Plan) -> Iterator[None]:
     """Be connected to Ray while the block runs. Raises UserError when the cluster cannot be reached or cannot hold the
     plan."""
-    # The job's own environment decides, not what Ray would rebuild from it in every worker.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    quiet_ray()
     common = dict(namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False,
                   runtime_env={"env_vars": {"PYTHONPATH": _source_path()}})
     address = options.address or os.environ.get("RAY_ADDRESS")
@@ -41,6 +41,15 @@ def session(options: RayConfig, plan: Plan) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def quiet_ray() -> None:
+    """Ray's own remarks (a controller that was told to go has gone) are no part of a run's screen; its log has them."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    # Ray has no switch for these; without the name (another Ray) they are printed as ever.
+    if hasattr(ray_worker, "print_to_stdstream"):
+        ray_worker.print_to_stdstream = lambda data, **_: log.debug("%s", data.get("lines"))
 
 
 def _source_path() -> str:

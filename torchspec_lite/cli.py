@@ -5,6 +5,7 @@ itself stays free of both (this file is the one place where an arrow points outw
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
@@ -19,10 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 the run failed, 2 something a person must mend, 130 Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
-        return options.command(options) or 0
+        # What libraries print goes to standard error: standard output is the result's alone.
+        with contextlib.redirect_stdout(sys.stderr):
+            return options.command(options) or 0
     except UserError as error:
         if options.json:
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps({"error": str(error), "failed": True}), file=sys.__stdout__)
         print(f"torchspec-lite: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -31,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         line = log_crash(error, logging.getLogger("torchspec_lite"))
         if options.json:
-            print(json.dumps({"error": line, "failed": True}))
+            print(json.dumps({"error": line, "failed": True}), file=sys.__stdout__)
         return 1
 
 
@@ -148,7 +151,7 @@ def _doctor(options):
 def _print(result: tuple[dict, str], as_json: bool) -> int:
     """Print a result as one JSON object or as text; a result may say by `failed` that the run did not succeed."""
     values, text = result
-    print(json.dumps(values) if as_json else text)
+    print(json.dumps(values) if as_json else text, file=sys.__stdout__, flush=True)
     return int(bool(values.get("failed")))
 
 

@@ -1,7 +1,6 @@
 """The live state of a run: written by the driver to `run_dir/status.json`, read by status, dashboard and people."""
 
 import os
-import sqlite3
 import time as clock
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchspec_lite.errors import UserError
+from torchspec_lite.ledger import STATES, Ledger
 
 SCHEMA = 1
 WRITE_EVERY_S = 1.0
 SILENT_AFTER_S = 20.0
 """A running run whose snapshot is older than this has lost its driver, or the driver hangs."""
-SAMPLE_STATES = ("queued", "leased", "streamed", "trained", "durable", "rejected")
 ENDINGS = {
     "finished": "The run has finished; nothing waits.",
     "stopped": "The run was stopped; nothing waits.",
@@ -175,32 +174,14 @@ def read_snapshot(run_dir: Path | str) -> Snapshot:
     return snapshot
 
 
+def is_over(snapshot: Snapshot) -> bool:
+    """Whether the run has ended, well or not."""
+    return snapshot.state in ENDINGS
+
+
 def is_silent(snapshot: Snapshot, now: float) -> bool:
     """Whether a run that should be alive has not written for too long."""
-    return snapshot.state in ("starting", "running", "draining") and now - snapshot.updated > SILENT_AFTER_S
-
-
-def count_samples(run_dir: Path | str) -> dict[str, int]:
-    """Training samples of the ledger in each state, every state named. Opens the ledger read only."""
-    with open_ledger(run_dir) as ledger:
-        rows = ledger.execute("SELECT state, count(*) FROM samples WHERE purpose = 'train' GROUP BY state").fetchall()
-    return {state: dict(rows).get(state, 0) for state in SAMPLE_STATES}
-
-
-class open_ledger:
-    """`with open_ledger(run_dir) as connection:` the run's ledger, read only, closed at the end."""
-
-    def __init__(self, run_dir: Path | str):
-        self._path = Path(run_dir).absolute() / "ledger.sqlite"
-
-    def __enter__(self) -> sqlite3.Connection:
-        if not self._path.exists():
-            raise UserError(f"{self._path}: no ledger there; give the directory of a run that has started")
-        self._connection = sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True, timeout=5)
-        return self._connection
-
-    def __exit__(self, *_) -> None:
-        self._connection.close()
+    return not is_over(snapshot) and now - snapshot.updated > SILENT_AFTER_S
 
 
 def status(run_dir: Path | str) -> dict:
@@ -211,9 +192,12 @@ def status(run_dir: Path | str) -> dict:
     """
     snapshot = read_snapshot(run_dir)
     now = clock.time()
-    with open_ledger(run_dir) as ledger:
-        newest = ledger.execute("SELECT version, step FROM versions ORDER BY version DESC LIMIT 1").fetchone()
-    version, step = newest or (None, None)
+    ledger = Ledger(Path(run_dir) / "ledger.sqlite", read_only=True)
+    try:
+        account = ledger.account("train")
+        newest = max(ledger.versions(), key=lambda row: row["version"], default={"version": None, "step": None})
+    finally:
+        ledger.close()
     tree = _ADAPTER.dump_python(snapshot, mode="json")
     return {
         "run": snapshot.run,
@@ -222,8 +206,8 @@ def status(run_dir: Path | str) -> dict:
         "elapsed_s": snapshot.elapsed_s,
         "updated": snapshot.updated,
         "prompts": {"done": snapshot.prompts_done, "total": snapshot.prompts_total},
-        "samples": count_samples(run_dir),
-        "drafter": {"version": version, "serving": snapshot.serving_version, "step": step},
+        "samples": {state: account[state] for state in STATES},
+        "drafter": {"version": newest["version"], "serving": snapshot.serving_version, "step": newest["step"]},
         "acceptance": {
             "served_before": snapshot.served_before,
             "served_after": snapshot.served,
@@ -325,8 +309,8 @@ def render_status(values: dict) -> str:
         "samples    " + ", ".join(f"{count:,} {state}" for state, count in samples.items()),
         f"training   step {values['training']['step']:,}, loss {_number(values['training']['loss'], 3)}",
         f"drafter    newest {_version(drafter['version'])}, serving {_version(drafter['serving'])}",
-        f"acceptance served {_number(acceptance['served_before'])} at first, {_number(acceptance['served_after'])} now; "
-        f"predicted {_number(acceptance['predicted'])}",
+        f"acceptance served {_number(acceptance['served_before'])} at first, "
+        f"{_number(acceptance['served_after'])} now; predicted {_number(acceptance['predicted'])}",
         f"waiting    {values['waiting']}",
     ]
     for replica in values["replicas"]:

@@ -284,7 +284,8 @@ def _table(caption: str, names: list[str], rows: list[list[str]], numbers: int, 
 
     head = "".join(f"<th scope='col'{attribute(place)}>{name}</th>" for place, name in enumerate(names))
     body = "".join(
-        "<tr>" + "".join(f"<td{attribute(place)}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td{attribute(place)}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>"
+        for row in rows
     )
     return (
         f"<div class='scroll' tabindex='0' role='region' aria-label='{caption}'><table><caption>{caption}</caption>"

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import time as clock
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pyarrow as pa
 
 from torchspec_lite.errors import UserError
 from torchspec_lite.history import history_table
-from torchspec_lite.snapshot import SAMPLE_STATES, Snapshot, is_silent, open_ledger, read_snapshot
+from torchspec_lite.ledger import STATES
+from torchspec_lite.snapshot import Snapshot, is_silent, read_snapshot
 
 POINTS = 360
 """Most points of one line on the page."""
@@ -120,11 +122,12 @@ class Reader:
             return None
 
     def _ledger(self) -> dict:
-        with open_ledger(self.run_dir) as ledger:
+        address = f"{(self.run_dir / 'ledger.sqlite').absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True, timeout=5)) as ledger:
             counts = ledger.execute("SELECT purpose, state, count(*) FROM samples GROUP BY purpose, state").fetchall()
             train = {state: count for purpose, state, count in counts if purpose == "train"}
             return {
-                "samples": {state: train.get(state, 0) for state in SAMPLE_STATES},
+                "samples": {state: train.get(state, 0) for state in STATES},
                 "held_out": sum(count for purpose, _, count in counts if purpose == "held_out"),
                 "rejects": _rejects(ledger),
                 "versions": _versions(ledger),

@@ -1,0 +1,271 @@
+"""The rollout: what decides, and what each failure leaves behind. The pool and the coordinator are played by fakes that
+keep what they were told; tests with real engines are in test_run.py."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from cluster import rollout as rollouts
+from cluster.pool import ReplicaGone
+from cluster.rollout import Evidence, Rollout, decide, without
+from torchspec_lite.acceptance import Counts
+from torchspec_lite.config import RolloutConfig, build
+from torchspec_lite.errors import UserError
+from torchspec_lite.parity import ParityProbe
+from workers.refusal import SwapRefused
+from workers.reports import Export
+
+OPTIONS = RolloutConfig(min_rounds=100, worse_margin=0.03, confidence=0.9)
+NONE = Counts(0, ())
+
+
+def evidence(new, old, live=(NONE, NONE)):
+    return Evidence(*live, new, old)
+
+
+def rounds(*lengths: float) -> list[Counts]:
+    """Requests of 40 rounds each with these acceptance lengths at one draft position."""
+    return [Counts(40, (round(40 * (length - 1)),)) for length in lengths]
+
+
+def test_a_clearly_better_version_is_promoted_on_paired_prompts():
+    old = rounds(1.2, 1.5, 1.3, 1.6)
+    new = rounds(1.3, 1.6, 1.4, 1.7)  # each prompt better by the same 0.1, though prompts differ much
+    assert decide(evidence(new, old), OPTIONS, exhausted=False)[0] == "promote"
+
+
+def test_a_clearly_worse_version_is_rolled_back():
+    assert decide(evidence(rounds(1.1, 1.4, 1.2, 1.5), rounds(1.2, 1.5, 1.3, 1.6)), OPTIONS, False)[0] == "roll_back"
+
+
+def test_noise_waits_while_more_can_come_and_is_decided_by_the_mean_at_the_end():
+    new, old = rounds(1.2, 1.6, 1.3, 1.4), rounds(1.5, 1.2, 1.3, 1.4)
+    assert decide(evidence(new, old), OPTIONS, exhausted=False)[0] == "wait"
+    assert decide(evidence(new, old), OPTIONS, exhausted=True)[0] == "promote"  # 1.375 against 1.35
+    assert decide(evidence(old, new), OPTIONS, exhausted=True)[0] == "roll_back"
+
+
+def test_few_rounds_wait_even_if_they_look_good():
+    assert decide(evidence(rounds(1.5, 1.5), rounds(1.2, 1.2)), OPTIONS, exhausted=False)[0] == "wait"
+
+
+def test_acceptance_of_one_is_an_alarm_at_once():
+    decision, reason = decide(evidence([Counts(30, (0,))], rounds(1.3)), OPTIONS, exhausted=False)
+    assert decision == "roll_back" and "alarm" in reason
+
+
+def test_a_first_drafter_that_accepts_nothing_yet_is_no_alarm():
+    # Both at 1.0: the serving version is an untrained one.
+    decision, _ = decide(evidence([Counts(40, (0,))] * 4, [Counts(40, (0,))] * 4), OPTIONS, exhausted=True)
+    assert decision == "promote"
+
+
+def test_users_requests_decide_once_they_are_enough():
+    live = (Counts(1000, (600,)), Counts(1000, (300,)))
+    _, reason = decide(evidence(rounds(1.1), rounds(1.5), live), OPTIONS, exhausted=False)
+    assert "users' requests" in reason
+
+
+def test_shadow_rounds_are_taken_out_of_the_live_count():
+    assert without(Counts(100, (40, 10)), Counts(30, (20, 4))) == Counts(70, (20, 6))
+    assert without(Counts(29, (20, 4)), Counts(30, (20, 4))) == NONE
+
+
+class FakePool:
+    """Replicas whose shadow acceptance depends on the version they run: `length[version]`."""
+
+    def __init__(self, names, length, refuse=(), gone=(), drafted=None):
+        self.running = dict.fromkeys(names, "v000000")
+        self.replica_count, self.length, self.refuse, self.gone = len(names), length, set(refuse), set(gone)
+        self.drafted = drafted or {}
+        self.promoted = None
+
+    async def replicas(self):
+        return list(self.running)
+
+    async def stats(self):
+        return [{"replica": name, "version": version, "running": 0, "waiting": 0, "versions": []}
+                for name, version in self.running.items()]
+
+    async def swap(self, name, directory):
+        version = Path(directory).name
+        if version in self.refuse:
+            raise SwapRefused("load", "wrong shape")
+        if (name, version) in self.gone:
+            raise ReplicaGone(f"replica {name} is gone")
+        self.running[name] = version
+        return {"load_ms": 10.0}
+
+    async def probe(self, name, prompts, max_tokens):
+        drafts = self.drafted.get(self.running[name], [8, 9])
+        return [{"token_ids": [1, 2, 7, 8, 9], "rounds": [(3, drafts)]} for _ in prompts]
+
+    async def shadow(self, name, prompts, max_tokens):
+        return [{"drafts": 40, "per_position": [round(40 * (self.length[self.running[name]] - 1))]} for _ in prompts]
+
+    def promote(self, directory):
+        self.promoted = Path(directory).name
+
+
+class FakeCoordinator:
+    def __init__(self):
+        self.states, self.alarms, self.events = [], [], []
+
+    async def version_state(self, version, state, reason):
+        self.states.append((version, state, reason))
+
+    async def raise_alarm(self, text):
+        self.alarms.append(text)
+
+    async def event(self, *what):
+        self.events.append(what)
+
+    async def served(self, *what):
+        self.events.append(("served", *what))
+
+    async def swapped(self, *what):
+        pass
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A rollout over fakes; `bad` names versions that the offline check refuses."""
+    def make(pool, bad=(), **options):
+        def verify(directory, fingerprint):
+            if directory.name in bad:
+                raise UserError(f"drafter {directory}: model.safetensors has another hash than its manifest")
+        monkeypatch.setattr(rollouts, "verify", verify)
+        config = build({"name": "r", "run_root": str(tmp_path), "target": {"model": "x"},
+                        "rollout": {"min_rounds": 100, "shadow_prompts": 2, **options}}, "test")
+        coordinator = FakeCoordinator()
+        rollout = Rollout(config, pool, coordinator, [[1]] * 8, "t@0", export(tmp_path, 0, 1.2))
+        return rollout, coordinator
+    return make
+
+
+PROBE = ParityProbe(2, [1, 2, 7, 8, 9], [[8, 9], [9, 4], [5, 6]])
+
+
+def export(root, version, predicted, probes=(PROBE,)):
+    directory = root / "r" / "drafters" / f"v{version:06d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "manifest.json").write_text("{}")
+    return Export(version, version * 10, version * 100, version - 1 if version else None, str(directory), predicted,
+                  predicted, [], list(probes))
+
+
+LENGTHS = {"v000000": 1.2, "v000001": 1.5, "v000002": 1.1, "v000003": 1.0}
+
+
+def test_a_good_version_goes_canary_first_then_everywhere(start, tmp_path):
+    pool = FakePool(["a", "b", "c", "d"], LENGTHS)
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted"
+    assert set(pool.running.values()) == {"v000001"} and pool.promoted == "v000001"
+    assert [state for _, state, _ in coordinator.states] == ["canary", "promoted"]
+    assert "on 1 of 4 replicas" in coordinator.states[0][2]
+
+
+@pytest.mark.parametrize("version, predicted, where", [(2, 1.2, "worse"), (3, 1.2, "alarm")])
+def test_a_bad_version_is_rolled_back_and_never_leaves_the_canary(start, tmp_path, version, predicted, where):
+    pool = FakePool(["a", "b"], LENGTHS)
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, version, predicted))) == "rolled_back"
+    assert set(pool.running.values()) == {"v000000"} and pool.promoted is None
+    assert where in coordinator.states[-1][2]
+    assert bool(coordinator.alarms) == (where == "alarm")
+
+
+def test_a_version_predicted_worse_is_not_tried(start, tmp_path):
+    pool = FakePool(["a"], LENGTHS)
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.1))) == "refused"
+    assert [state for _, state, _ in coordinator.states] == ["refused"]
+
+
+def test_a_broken_file_is_refused_at_the_gate(start, tmp_path):
+    rollout, coordinator = start(FakePool(["a"], LENGTHS), bad={"v000001"})
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "refused"
+    assert "another hash" in coordinator.states[-1][2]
+
+
+def test_a_swap_the_engine_refuses_leaves_the_old_version(start, tmp_path):
+    pool = FakePool(["a", "b"], LENGTHS, refuse={"v000001"})
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "refused"
+    assert set(pool.running.values()) == {"v000000"}
+    assert "load: wrong shape" in coordinator.states[-1][2] and coordinator.alarms
+
+
+def test_drafts_that_differ_from_the_trainers_roll_back(start, tmp_path):
+    pool = FakePool(["a"], LENGTHS, drafted={"v000001": [3, 3]})
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "rolled_back"
+    assert "parity 0.0%" in coordinator.states[-1][2] and coordinator.alarms
+    assert pool.running == {"a": "v000000"}
+
+
+def test_a_replica_lost_while_promoting_does_not_stop_the_rest(start, tmp_path):
+    pool = FakePool(["a", "b", "c", "d"], LENGTHS, gone={("c", "v000001")})
+    rollout, _ = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted"
+    assert pool.running == {"a": "v000001", "b": "v000001", "c": "v000000", "d": "v000001"}
+    assert pool.promoted == "v000001"  # what c's successor starts with
+
+
+def test_a_canary_lost_rolls_back(start, tmp_path):
+    pool = FakePool(["a", "b"], LENGTHS, gone={("a", "v000001")})
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "rolled_back"
+    assert "lost" in coordinator.states[-1][2]
+
+
+def test_capacity_is_kept(start, tmp_path):
+    pool = FakePool(["a"], LENGTHS)
+    pool.replica_count = 4  # three are down
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "refused"
+    assert "min_capacity" in coordinator.states[-1][2]
+
+
+def test_by_hand(start, tmp_path):
+    pool = FakePool(["a", "b"], LENGTHS)
+    rollout, coordinator = start(pool)
+
+    async def story():
+        await rollout.introduce(export(tmp_path, 1, 1.5))
+        await rollout.overrule("rollback", None)
+        assert set(pool.running.values()) == {"v000000"} and pool.promoted == "v000000"
+        await rollout.overrule("promote", 1)
+        assert set(pool.running.values()) == {"v000001"}
+        await rollout.overrule("promote", 77)
+        assert set(pool.running.values()) == {"v000001"}
+        await rollout.overrule("pause", None)
+        waiting = asyncio.create_task(rollout.introduce(export(tmp_path, 2, 1.5)))
+        await asyncio.sleep(0)
+        assert not waiting.done() and all(version != 2 for version, _, _ in coordinator.states)
+        await rollout.overrule("resume", None)
+        assert await waiting == "rolled_back"
+
+    asyncio.run(story())
+
+
+def test_old_versions_are_deleted_but_not_those_in_use(start, tmp_path):
+    lengths = {f"v{n:06d}": 1.2 + 0.1 * n for n in range(8)}
+    rollout, _ = start(FakePool(["a"], lengths), keep=2)
+
+    async def story():
+        for version in range(1, 7):
+            assert await rollout.introduce(export(tmp_path, version, 1.2 + 0.1 * version)) == "promoted"
+        await rollout.overrule("rollback", None)
+
+    asyncio.run(story())
+    left = sorted(path.name for path in (tmp_path / "r" / "drafters").iterdir())
+    assert left == ["v000005", "v000006"]
+
+
+def test_intervals_without_data_are_unbounded():
+    interval, _ = evidence([], []).interval(OPTIONS)
+    assert interval.low == -math.inf and interval.high == math.inf
