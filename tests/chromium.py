@@ -1,4 +1,4 @@
-"""A small driver of headless Chromium for the tests: the DevTools protocol over a pipe, no port and no extra package."""
+"""A small driver of headless Chromium for the tests: the DevTools protocol over a pipe, no port, no package."""
 
 import base64
 import json
@@ -10,15 +10,17 @@ import tempfile
 import time
 
 FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--remote-debugging-pipe",
 ]  # fmt: skip
 WAIT = """
 new Promise((resolve, reject) => {
   const found = () => { try { return %(expression)s } catch (error) { return null } };
   const end = value => { watch.disconnect(); clearTimeout(timer); resolve(value) };
   const watch = new MutationObserver(() => { const value = found(); if (value) end(value) });
-  const timer = setTimeout(() => { watch.disconnect(); reject(new Error('the page never satisfied: ' + %(words)s)) }, %(limit)d);
+  const late = () => { watch.disconnect(); reject(new Error('the page never satisfied: ' + %(words)s)) };
+  const timer = setTimeout(late, %(limit)d);
   watch.observe(document, {subtree: true, childList: true, characterData: true, attributes: true});
   const value = found(); if (value) end(value);
 })
@@ -98,6 +100,14 @@ class Chromium:
             if answer.get("sessionId") in self.pages:
                 self.pages[answer["sessionId"]].take(answer)
 
+    def pump(self, limit: float, words: str, done) -> None:
+        """Take events until `done()`."""
+        deadline = time.monotonic() + limit
+        while not done():
+            answer = self._read(deadline, words)
+            if answer.get("sessionId") in self.pages:
+                self.pages[answer["sessionId"]].take(answer)
+
     def _read(self, deadline: float, waiting_for: str) -> dict:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._from], [], [], max(0, deadline - time.monotonic()))
@@ -116,6 +126,7 @@ class Page:
         self._browser, self._session = browser, session
         self.complaints: list[str] = []
         self.requests: list[str] = []
+        self.loads = 0
 
     def take(self, event: dict) -> None:
         method, params = event["method"], event["params"]
@@ -125,6 +136,8 @@ class Page:
             self.complaints.append(json.dumps(params["args"])[:500])
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.complaints.append(json.dumps(params["entry"])[:500])
+        elif method == "Page.loadEventFired":
+            self.loads += 1
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
         elif method == "Network.webSocketCreated":
@@ -144,6 +157,10 @@ class Page:
         """Wait until an expression of the page is true; its value. Wakes on the page's own changes."""
         script = WAIT % {"expression": expression, "words": json.dumps(expression), "limit": int(limit * 1000)}
         return self.evaluate(script, timeout=limit + 10)
+
+    def wait_load(self, number: int, limit: float = 60.0) -> None:
+        """Wait until the page has been loaded `number` times."""
+        self._browser.pump(limit, f"with load {number} of the page", lambda: self.loads >= number)
 
     def text(self, key: str) -> str:
         """Text of the element that shows the value `key`."""

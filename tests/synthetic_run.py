@@ -10,7 +10,11 @@ from torchspec_lite.metrics import Metrics
 from torchspec_lite.snapshot import Alarm, Buffer, Pipeline, Replica, Snapshot, write_snapshot
 
 STEPS, EVERY, STEP_S = 600, 50, 20.0
-REJECTS = (("no supervised token", 9), ("longer than max_length before the answer", 4), ("template error: role 'critic'", 2))
+REJECTS = (
+    ("no supervised token", 9),
+    ("longer than max_length before the answer", 4),
+    ("template error: role 'critic'", 2),
+)
 
 
 def make_run(run_dir: Path, now: float, live: bool = True) -> Snapshot:
@@ -107,6 +111,10 @@ def _ledger(run_dir: Path, start: float) -> None:
     ledger.close()
 
 
+def replica(name: str, **values) -> Replica:
+    return Replica(name=name, state="ready", **values)
+
+
 def _snapshot(name: str, start: float, now: float, served: float) -> Snapshot:
     mib = 2**20
     return Snapshot(
@@ -139,8 +147,8 @@ def _snapshot(name: str, start: float, now: float, served: float) -> Snapshot:
             receiver=Buffer(bytes=21 * mib, budget_bytes=256 * mib, samples=30, budget_samples=256),
         ),
         replicas=(
-            Replica(name="r0", version=11, state="ready", acceptance_length=served, running=6, requests=5120, tokens_per_s=412.0),
-            Replica(name="r1", version=12, state="ready", role="canary", acceptance_length=2.47, running=2, requests=811, tokens_per_s=139.0),
+            replica("r0", version=11, acceptance_length=served, running=6, requests=5120, tokens_per_s=412.0),
+            replica("r1", version=12, role="canary", acceptance_length=2.47, running=2, requests=811),
         ),
         alarms=(Alarm(time=now - 1500, text="replica r1: no answer for 6 s, restarted"),),
         links={"endpoint": "http://127.0.0.1:8000/v1"},

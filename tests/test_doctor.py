@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from cluster import doctor as doctors
-from cluster.doctor import Check, check_clock, check_disk, check_gpus, check_memory, check_port, check_version, doctor, render
+from cluster.doctor import (
+    Check,
+    check_clock,
+    check_disk,
+    check_gpus,
+    check_memory,
+    check_port,
+    check_version,
+    doctor,
+    render,
+)
 from torchspec_lite.config import build
 from torchspec_lite.errors import UserError
 from torchspec_lite.logs import cause_of, log_crash, one_line, setup_logging

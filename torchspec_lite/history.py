@@ -1,4 +1,4 @@
-"""The metric history of a run on disk: a crash-safe tail that rolls into Parquet and is thinned so that it stays bounded.
+"""The metric history of a run on disk: a crash-safe tail that rolls into Parquet, thinned so that it stays bounded.
 
     run_dir/metrics/
         000001-000009.parquet   segments 1 to 9, merged and thinned
@@ -173,12 +173,13 @@ def _merge(rows: pa.Table, points: int) -> pa.Table:
     """Rows of one metric, oldest first, merged into at most `points` rows (one for each label set at the least)."""
     if rows.num_rows <= points:
         return rows
-    labels = pc.dictionary_encode(rows["labels"].combine_chunks()).indices.to_numpy()
+    labels = pc.dictionary_encode(rows["labels"].combine_chunks()).indices.to_numpy().astype(np.int64)
     times = rows["time"].to_numpy()
     width = 1.0
     while True:
         bucket = np.floor(times / width).astype(np.int64)
-        groups = len(np.unique(np.stack([labels, bucket]), axis=1)[0])
+        spread = bucket - bucket[0]
+        groups = len(np.unique(labels * (spread[-1] + 1) + spread))
         if groups <= points or width > times[-1]:
             break
         width *= 2

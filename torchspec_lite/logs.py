@@ -15,7 +15,7 @@ from torchspec_lite.errors import UserError
 
 HIDDEN = "***"
 SECRETS = re.compile(
-    r"(?i)(bearer\s+|token=|api[_-]?key[\"']?\s*[=:]\s*[\"']?|password[\"']?\s*[=:]\s*[\"']?|://[^/\s:@]+:)[^\s\"'&@,}]+"
+    r"(?i)(bearer\s+|token=|(?:api[_-]?key|password)[\"']?\s*[=:]\s*[\"']?|://[^/\s:@]+:)[^\s\"'&@,}]+"
     r"|\b(?:hf|sk|ghp|wandb)[_-][A-Za-z0-9_-]{16,}"
 )
 """What looks like a secret: after `Bearer`, `token=`, `api_key:`, in an address, or a known kind of key by itself."""
@@ -77,7 +77,7 @@ def one_line(error: BaseException) -> str:
 
 
 def log_crash(error: BaseException, log: logging.Logger) -> str:
-    """Record why the process ends: all tracebacks in the log file, the one cause on standard error and as the result."""
+    """Record why the process ends: all tracebacks in the file, the one cause on standard error and as the result."""
     line = one_line(cause_of(error))
     log.critical(line, exc_info=error)
     return line

@@ -64,7 +64,7 @@ METRICS: dict[str, Metric] = {
         _counter("phase_seconds_total", "seconds", "Time of trainer rank 0 spent in each phase.", "phase"),
         # acceptance length: tokens for each target forward, the bonus token included
         _gauge("predicted_acceptance_length", "tokens", "Acceptance length the trainer predicts.", "split"),
-        _gauge("predicted_acceptance_rate", "ratio", "Predicted joint rate of acceptance at a draft position.", "position"),
+        _gauge("predicted_acceptance_rate", "ratio", "Predicted joint acceptance rate at a position.", "position"),
         _gauge("served_acceptance_length", "tokens", "Acceptance length that real requests get, all replicas."),
         _gauge("served_acceptance_length_by_version", "tokens", "The same for one drafter version.", "version"),
         _gauge("served_acceptance_length_by_replica", "tokens", "The same for one replica.", "replica"),
