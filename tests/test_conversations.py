@@ -29,7 +29,7 @@ def test_every_form_of_line_is_read(write):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     path = write(
         b"\xef\xbb\xbf" + json.dumps({"id": "own", "conversations": [USER]}).encode(),
-        b"",
+        b" " * 20,
         {"id": 7, "messages": [USER, {"role": "assistant", "content": "Gr\u00fc\u00dfe"}], "tools": [{"name": "f"}]},
         {"id": "share", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}]},

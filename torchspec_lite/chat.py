@@ -123,7 +123,7 @@ def mask_from_runs(runs: list[list[int]], length: int) -> list[int]:
     mask = [0] * length
     for start, end in runs:
         end = min(end, length)
-        mask[start:end] = [1] * max(0, end - start)
+        mask[start:end] = [1] * (end - start)
     return mask
 
 
