@@ -7,6 +7,7 @@ needs from its birth and gives all memory back at its end.
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from torchspec_lite.chat import Reject, load_tokenizer, render_prompt
 from torchspec_lite.config import TargetConfig
 from torchspec_lite.conversations import Dataset
 from torchspec_lite.errors import UserError
+from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.target import describe
 from workers.engine import engine_args, engine_env
 
@@ -59,12 +61,15 @@ def evaluate(drafter: Path, target: Path, prompts: list[Path], *, num_speculativ
     drafts were accepted), tokens_per_s and tokens_per_s_without (output tokens), speedup, outputs_equal, near_ties
     (outputs that part where the target's two best logits are within rounding), differences (each parting), failed (some
     output parts elsewhere), and what was measured: prompts, skipped, drafts, tokens, engines.
-    On a CPU one engine does both, its drafter switched off and on; elsewhere two engines run one after the other.
+    On a CPU one engine does both in turns, its drafter switched off and on, and `speedup` is the median over blocks of
+    prompts; elsewhere two engines run one after the other and it is the ratio of the two rates.
     Raises UserError when a folder, a file or the pair of them is unfit.
     """
     if not (Path(drafter) / "config.json").is_file():
         raise UserError(f"drafter {drafter}: no config.json there; give a drafter folder, like runs/NAME/drafters/v000001")
-    describe(target)
+    info = describe(target)
+    if (Path(drafter) / MANIFEST).is_file():
+        verify(Path(drafter), info.fingerprint)
     token_ids, skipped = _render(Path(target), [Path(path) for path in prompts], limit)
     request = {"target": str(Path(target).absolute()), "dtype": dtype, "drafter": str(Path(drafter).absolute()),
                "prompts": token_ids, "num_speculative_tokens": num_speculative_tokens, "max_tokens": max_tokens,
@@ -132,7 +137,7 @@ def _summary(measured: dict, request: dict, skipped: dict) -> dict:
         "per_position": [count / drafts if drafts else 0.0 for count in measured["per_position"]],
         "tokens_per_s": speeds[0],
         "tokens_per_s_without": speeds[1],
-        "speedup": speeds[0] / speeds[1],
+        "speedup": measured["speedup"] if "speedup" in measured else speeds[0] / speeds[1],
         "outputs_equal": not differences,
         "near_ties": sum(parting["near_tie"] for parting in differences),
         "differences": differences,
@@ -216,15 +221,18 @@ def _measure(request: Request) -> dict:
     for mode in modes:
         engine.answers(blocks[0][:request.concurrency], mode)
     before = engine.counters()
-    answers, seconds = {mode: [] for mode in modes}, dict.fromkeys(modes, 0.0)
+    answers, rates, seconds = {mode: [] for mode in modes}, {mode: [] for mode in modes}, dict.fromkeys(modes, 0.0)
     for number, block in enumerate(blocks):
         for mode in modes if number % 2 else modes[::-1]:
             found, took = engine.answers(block, mode)
             answers[mode] += found
             seconds[mode] += took
+            rates[mode].append(sum(map(len, found)) / took)
     after = engine.counters()
     alone, drafted = answers[modes[0]], answers[modes[-1]]
     result = {"engines": 1 if switch else 2}
+    if switch:
+        result["speedup"] = statistics.median(on / off for off, on in zip(rates[False], rates[True], strict=True))
     if request.drafter is not None:
         result |= {name: after[name] - before[name] for name in COUNTERS.values()}
         result["per_position"] = [b - a for a, b in zip(before["per_position"], after["per_position"], strict=True)]

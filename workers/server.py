@@ -19,6 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from torchspec_lite.config import Config, ServeConfig
 from torchspec_lite.errors import UserError
+from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.target import describe
 from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
@@ -55,13 +56,15 @@ class Replica:
         """Start an engine on the target in `target_dir` with the drafter in `version_dir`.
 
         The process needs `workers.engine.engine_env` from its birth. Takes 10 to 30 s on a CPU. Raises UserError when
-        a folder is missing, and whatever vLLM raises when it cannot run the pair.
+        a folder is missing or a drafter with a manifest is not as it says, and whatever vLLM raises when it cannot run the pair.
         """
         drafter_dir = Path(version_dir)
         if not (drafter_dir / "config.json").is_file():
             raise UserError(f"drafter {version_dir}: no config.json there; give a drafter folder, like "
                             "runs/NAME/drafters/v000001")
         target = describe(target_dir)
+        if (drafter_dir / MANIFEST).is_file():
+            verify(drafter_dir, target.fingerprint)
         args = serving_args(config, target_dir, version_dir)
         counter = DraftCounter(drafter_dir.name, config.serve.num_speculative_tokens)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[lambda vllm_config, index: counter])
