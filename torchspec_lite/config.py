@@ -131,8 +131,8 @@ class TrainerConfig(Section):
     logarithm, which learns from a poor start too."""
     batch_tokens: int = Field(default=2048, ge=16)
     """Tokens of one optimizer step on one rank, packed without padding."""
-    micro_batch_tokens: int = Field(default=2048, ge=16)
-    """Tokens of one forward and backward; smaller than batch_tokens accumulates gradients."""
+    micro_batch_tokens: int | None = Field(default=None, ge=16)
+    """Tokens of one forward and backward; fewer than batch_tokens accumulates gradients. None: batch_tokens."""
     reuse: int = Field(default=1, ge=1)
     """Times each streamed sample is trained, from a bounded buffer in memory."""
     reuse_buffer_mib: int = Field(default=512, ge=1)
@@ -170,7 +170,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _micro_batches_fit(self):
-        if self.micro_batch_tokens > self.batch_tokens:
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens > self.batch_tokens:
             raise ValueError("micro_batch_tokens must not exceed batch_tokens")
         return self
 

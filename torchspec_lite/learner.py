@@ -89,9 +89,10 @@ class Learner:
             grad_norm=done.gradient_norm, learning_rate=rate, skipped=not done.applied)
 
     def _micro_batches(self, samples):
+        most = self.options.micro_batch_tokens or self.options.batch_tokens
         micro, tokens = [], 0
         for pair in samples:
-            if micro and tokens + pair[0].tokens > self.options.micro_batch_tokens:
+            if micro and tokens + pair[0].tokens > most:
                 yield micro
                 micro, tokens = [], 0
             micro.append(pair)

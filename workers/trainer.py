@@ -142,7 +142,7 @@ class Trainer:
             state = checkpoint.read(path)
             drafter = Learner.empty_drafter(state.config, state.vocabulary())
             self.learner = Learner(drafter.to(self.device), self.head, self.options, self.group)
-            self.learner.load(path, state)
+            self.learner.load(path)
         extra = state.extra
         self.version, self.samples_done, self.trained_s = extra["version"], extra["samples"], extra["trained_s"]
         self.exported_step = self.learner.step
