@@ -141,7 +141,8 @@ def run(seconds: float) -> dict:
     return {
         "machine": machine(), "seconds": seconds,
         "receiver_budget_mib": RECEIVER_BUDGET // 2**20, "sender_budget_mib": SENDER_BUDGET // 2**20,
-        "receiver_peak_mib": peak // 2**20, "sender_peak_mib": sender_peak // 2**20,
+        "receiver_peak_mib": peak // 2**20,
+        "sender_peak_mib": sender_peak // 2**20,
         "receiver_peak_vs_budget": round(peak / RECEIVER_BUDGET, 3),
         "sender_peak_vs_budget": round(sender_peak / SENDER_BUDGET, 3),
         "samples": stats.received_samples, "lost": len(wanted - set(ids)), "twice": len(ids) - len(set(ids)),

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import zmq
 
@@ -15,9 +14,9 @@ from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ReceiverKeys, zap_reply
 from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain
-from torchspec_lite.router import bound_endpoint, descriptor, open_router, shut_down
+from torchspec_lite.router import bound_endpoint, descriptor, open_router, remote_of, shut_down
 from torchspec_lite.sample import Expectation, Sample, SampleError
-from torchspec_lite.shared_slots import attach, host_identity, layout
+from torchspec_lite.shared_slots import Slot, attach, copy_frames, host_identity, layout, private_slots, slot_bytes
 from torchspec_lite.stream_stats import Event, ReceiverStats, SenderView
 from torchspec_lite.wire import VERSION, WireError, decode
 
@@ -35,7 +34,7 @@ class _Peer:
     name: str
     session: str
     epoch: int
-    descriptor: int  # of the connection's socket
+    remote: tuple | None  # far end of the connection
     heard: float
     memory: memoryview | None
     wants: dict[int, control.Want] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class _Held:
     session: str
     seq: int
     nbytes: int
-    shared: bool
+    slot: Slot | None  # in the receiver's own memory; None: in the sender's
 
 
 class Receiver:
@@ -72,6 +71,7 @@ class Receiver:
         self._session = secrets.token_hex(8)
         self._credits = Credits(budget_bytes, max_samples)
         self._lock = threading.Condition()
+        self._pool = private_slots(budget_bytes)
         self._ready: deque[Sample] = deque()
         self._held: dict[Sample, _Held] = {}
         self._freed: deque[tuple[str, int]] = deque()  # (session, seq) to tell; bounded by max_samples
@@ -115,7 +115,9 @@ class Receiver:
         with self._lock:
             held = self._held.pop(sample)
             self._credits.release(held.nbytes)
-            if held.shared:
+            if held.slot:
+                self._pool.free(held.slot)
+            else:
                 self._freed.append((held.session, held.seq))
         self._wakeup.set()
 
@@ -242,11 +244,10 @@ class Receiver:
     def _on_request(self, peer: _Peer, request, frames: list[memoryview]) -> None:
         match request:
             case control.Data():
-                self._on_sample(peer, request.seq, sum(frame.nbytes for frame in frames), False, lambda: frames)
+                self._on_sample(peer, request.seq, [frame.nbytes for frame in frames], frames)
                 return
             case control.Handle() if peer.memory is not None:
-                views = partial(layout, peer.memory, request.offset, request.lengths)
-                self._on_sample(peer, request.seq, sum(request.lengths), True, views)
+                self._on_sample(peer, request.seq, request.lengths, None, request.offset)
             case control.Want():
                 self._on_want(peer, request)
             case control.Bye():
@@ -288,9 +289,10 @@ class Receiver:
             if known:
                 self._credits.forget(known.session)
                 del self._peers[known.address]
-            peer = _Peer(address, hello.name, hello.session, hello.epoch, number, time.monotonic(), memory)
+            peer = _Peer(address, hello.name, hello.session, hello.epoch, remote_of(number), time.monotonic(), memory)
             self._peers[address] = self._sessions[hello.session] = peer
-            held = tuple(held.seq for held in self._held.values() if held.shared and held.session == hello.session)
+            held = tuple(held.seq for held in self._held.values()
+                         if held.slot is None and held.session == hello.session)
         self._say(address, control.Welcome(self._session, memory is not None, held))
         self._note(Event("joined", hello.name, "reconnected" if known else "connected"))
 
@@ -314,25 +316,32 @@ class Receiver:
             if problem:
                 self._refuse(peer, want, problem)
 
-    def _on_sample(self, peer: _Peer, seq: int, nbytes: int, shared: bool,
-                   frames: Callable[[], list[memoryview]]) -> None:
+    def _on_sample(self, peer: _Peer, seq: int, lengths, frames: list[memoryview] | None, offset: int = 0) -> None:
+        """Frames that came over the socket, or (None) that lie in the sender's memory."""
+        nbytes, slot = sum(lengths), None
         with self._lock:
             granted = self._credits.take(peer.session, seq)
+            if frames is not None and granted == nbytes:
+                slot = self._pool.allocate(slot_bytes(lengths))
         if granted is None:
             raise WireError("flood", f"{peer.name} sent a sample without credit")
         want = peer.wants[seq]
         try:
             if granted != nbytes:
                 raise WireError("length", f"{nbytes} bytes, credit was asked for {granted}")
-            sample = self._checked(want, frames())
+            if slot:  # out of ZeroMQ's allocations, which would fragment and outgrow the budget
+                frames = copy_frames(frames, self._pool.views(slot, lengths))
+            sample = self._checked(want, layout(peer.memory, offset, lengths) if frames is None else frames)
         except (SampleError, ValueError) as error:
             with self._lock:
                 self._credits.release(granted)
+                if slot:
+                    self._pool.free(slot)
             self._refuse(peer, want, str(error))
             return
         del peer.wants[seq]
         with self._lock:
-            self._held[sample] = _Held(peer.session, seq, granted, shared)
+            self._held[sample] = _Held(peer.session, seq, granted, slot)
             self._ready.append(sample)
             self._counts["received"] += 1
             self._counts["bytes"] += nbytes
@@ -382,8 +391,8 @@ class Receiver:
         self._cut(number)
 
     def _cut(self, number: int) -> None:
-        """Shut a connection down, unless its number now belongs to another sender's."""
-        if number >= 0 and all(peer.descriptor != number for peer in self._peers.values()):
+        """Shut a connection down, unless its number belongs to a sender's by now."""
+        if all(peer.remote != remote_of(number) for peer in self._peers.values()):
             shut_down(number)
 
     def _note(self, event: Event) -> None:

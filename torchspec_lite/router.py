@@ -8,7 +8,7 @@ from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ZAP_ENDPOINT, ReceiverKeys, check_bind_host, is_loopback
 from torchspec_lite.peer import set_heartbeat
 
-MESSAGES_READ_AHEAD = 4  # per connection, before the connection itself is held back
+MESSAGES_READ_AHEAD = 2  # per connection, before the connection itself is held back
 
 
 def open_router(context: zmq.Context, host: str, port: int, keys: ReceiverKeys | None, unencrypted: bool,
@@ -53,6 +53,15 @@ def descriptor(frame: zmq.Frame) -> int:
         return int(frame.get("__fd"))
     except zmq.ZMQError:
         return -1
+
+
+def remote_of(number: int) -> tuple | None:
+    """The far end of the connection that has this file descriptor now, which may be another's by then."""
+    try:
+        with sockets.fromfd(number, sockets.AF_INET, sockets.SOCK_STREAM) as connection:
+            return connection.getpeername()
+    except OSError:
+        return None  # it is gone already
 
 
 def shut_down(number: int) -> None:

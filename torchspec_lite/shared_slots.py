@@ -13,6 +13,8 @@ import os
 import secrets
 from dataclasses import dataclass
 
+import numpy as np
+
 NAME = "torchspec-lite"
 ALIGN = 64
 NONCE = 32  # bytes at the start of the memory, to know it again from the other side
@@ -33,19 +35,12 @@ class Slot:
     size: int
 
 
-class SharedSlots:
-    """The sender's side: memory of `size` bytes, handed out as slots. Not thread-safe."""
+class Slots:
+    """Memory handed out in slots, lowest first, so that pages are touched once and then reused. Not thread-safe."""
 
-    def __init__(self, size: int):
-        self.size = ALIGN + _aligned(size)
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(self.fd, 0o600)
-        os.ftruncate(self.fd, self.size)
-        fcntl.fcntl(self.fd, F_ADD_SEALS, SEALS)
-        self._map = mmap.mmap(self.fd, self.size)
-        self.nonce = secrets.token_bytes(NONCE)
-        self._map[:NONCE] = self.nonce
-        self._memory = memoryview(self._map)
+    def __init__(self, memory: memoryview):
+        self.size = memory.nbytes
+        self._memory = memory
         self._free = [Slot(ALIGN, self.size - ALIGN)]  # by offset, neighbours merged
 
     def allocate(self, size: int) -> Slot | None:
@@ -74,6 +69,25 @@ class SharedSlots:
     def views(self, slot: Slot, lengths: tuple[int, ...]) -> list[memoryview]:
         return layout(self._memory, slot.offset, lengths)
 
+
+def private_slots(size: int) -> Slots:
+    """Slots of this process alone. Pages are taken from the system when they are first written."""
+    return Slots(memoryview(mmap.mmap(-1, ALIGN + _aligned(size))))
+
+
+class SharedSlots(Slots):
+    """The sender's side: slots in memory that a receiver on this host can map."""
+
+    def __init__(self, size: int):
+        size = ALIGN + _aligned(size)
+        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.fd, 0o600)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, F_ADD_SEALS, SEALS)
+        super().__init__(memoryview(mmap.mmap(self.fd, size)))
+        self.nonce = secrets.token_bytes(NONCE)
+        self._memory[:NONCE] = self.nonce
+
     def close(self) -> None:
         """Close the file; the memory goes when the last view on either side goes."""
         os.close(self.fd)
@@ -92,6 +106,13 @@ def layout(memory: memoryview, offset: int, lengths) -> list[memoryview]:
     for length in lengths:
         views.append(memory[offset : offset + length])
         offset += _aligned(length)
+    return views
+
+
+def copy_frames(frames: list[memoryview], views: list[memoryview]) -> list[memoryview]:
+    """Fill the views with the frames, without holding Python's lock."""
+    for frame, view in zip(frames, views, strict=True):
+        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(frame, np.uint8))
     return views
 
 

@@ -84,7 +84,7 @@ class Encoded:
             for start in range(0, len(frame), CHUNK):
                 chunk = frame[start : start + CHUNK]
                 digest.update(chunk)
-                view[start : start + CHUNK] = chunk
+                np.copyto(np.frombuffer(view[start : start + CHUNK], np.uint8), np.frombuffer(chunk, np.uint8))
         self._set_checksum(digest)
         views[0][:] = self.frames[0]
 
