@@ -110,4 +110,4 @@ class PlainTrainer:
         with torch.no_grad():
             for master, weight in zip(self.masters, self.model.weights.values(), strict=True):
                 weight.copy_(master)
-        return float(loss)
+        return float(loss.detach())

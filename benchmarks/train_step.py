@@ -88,14 +88,14 @@ class Fast:
         self.optimizers = make_optimizers(self.drafter, TrainerConfig())
 
     def batch(self) -> Batch:
-        return pack([self.sample], [teacher_statistics(self.sample.last, self.sample.mask, self.head)])
+        return pack([self.sample], [teacher_statistics(self.sample.last, self.sample.mask, self.head, compile=True)])
 
     def step(self) -> float:
         result = unroll_loss(self.drafter, self.head, self.batch(), self.case.steps, DECAY, dtype=self.head.lm_head.dtype,
                              recompute=self.case.recompute)
         result.loss.backward()
         update(self.optimizers, 1e-4, 1.0)
-        return float(result.loss)
+        return float(result.loss.detach())
 
 
 class Plain:

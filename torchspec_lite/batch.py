@@ -7,6 +7,10 @@ import torch
 
 from torchspec_lite.teacher import TeacherStatistics
 
+ROUND = 64              # rows are counted in multiples of this
+BLOCK_ROWS = 128        # rows of one attention block
+BLOCK_SCORES = 1 << 20  # scores of one attention block for each head, about
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -82,12 +86,13 @@ def supervised_counts(masks: Sequence[torch.Tensor], steps: int) -> torch.Tensor
 class Rows:
     """The rows one unrolled step computes: those that it or a later step supervises, in the batch's order."""
 
-    index: torch.Tensor         # [R] place among the live rows of step 0
-    from_previous: torch.Tensor | None  # [R] place among the previous step's rows; None: all of them
-    tokens: torch.Tensor        # [R] place of the token it reads in Plan.tokens
-    positions: torch.Tensor     # [R] RoPE position
-    limits: torch.Tensor        # [R] last step-0 key it sees, as a place in Plan.keys
-    blocks: list[tuple[int, int, int, int]]  # attention blocks: rows [a, b) see keys [c, d) of one document
+    index: torch.Tensor                 # [R] place among the rows of step 0
+    from_previous: torch.Tensor | None  # [R] place among the previous step's rows; None: the same rows
+    tokens: torch.Tensor                # [R] place of the token it reads in Plan.tokens
+    positions: torch.Tensor             # [R] RoPE position
+    firsts: torch.Tensor                # [R] first step-0 key that it sees, as a place in Plan.keys
+    limits: torch.Tensor                # [R] last one
+    blocks: list[tuple[int, int, int, int]]  # attention blocks: rows [a, b) see keys within [c, d)
 
 
 @dataclass(frozen=True)
@@ -95,49 +100,64 @@ class Plan:
     """Which rows and tokens of a batch take part, computed from its masks alone.
 
     Documents without a supervised place are left out, and so are rows after the last live one. A row that no step
-    supervises is a key of step 0 and nothing more.
+    supervises is a key of step 0 and nothing more. Lists are filled up with copies of their last entry to a multiple of
+    ROUND, because a CPU prepares each new shape of a product for milliseconds; a copy is never supervised.
     """
 
-    keys: torch.Tensor          # [Tk] rows of the batch that are step-0 keys
+    keys: torch.Tensor           # [Tk] rows of the batch that are step-0 keys
     key_positions: torch.Tensor  # [Tk] place in the document
-    key_tokens: torch.Tensor    # [Tk] place of the token that the row reads at step 0 in `tokens`
-    tokens: torch.Tensor        # [Tt] places in the batch of the tokens that are read
-    live: torch.Tensor          # [R0] rows of the batch that some step supervises
-    live_keys: torch.Tensor     # [R0] their places in `keys`
-    steps: list[Rows]           # one for each step that supervises something
-    supervised: torch.Tensor    # [K, R0] bool
-    counts: torch.Tensor        # [K] int64
+    key_tokens: torch.Tensor     # [Tk] place of the token that the row reads at step 0 in `tokens`
+    tokens: torch.Tensor         # [Tt] places in the batch of the tokens that are read
+    live: torch.Tensor           # [R0] rows of the batch that some step supervises
+    live_keys: torch.Tensor      # [R0] their places in `keys`
+    steps: list[Rows]            # one for each step that supervises something
+    supervised: torch.Tensor     # [K, R0] bool, on the CPU
+    counts: torch.Tensor         # [K] int64, supervised places
 
 
-def plan_rows(mask: torch.Tensor, document_starts: torch.Tensor, steps: int, block_rows: int = 256,
-              block_scores: int = 1 << 20, device: torch.device | str = "cpu") -> Plan:
-    """Plan K steps. An attention block has at most `block_rows` rows and about `block_scores` scores for each head."""
+def plan_rows(mask: torch.Tensor, document_starts: torch.Tensor, steps: int,
+              device: torch.device | str = "cpu") -> Plan:
+    """Plan K steps over a batch's mask [T] and document starts; the plan's tensors are on `device`."""
     places = supervised_places(mask.cpu(), document_starts, steps)          # [K, T]
     later = places.flip(0).cummax(0).values.flip(0)                         # supervised at this step or a later one
     live = later[0].nonzero().squeeze(1)
-    starts, ends = document_starts[:-1], document_starts[1:]
-    document = torch.bucketize(live, ends, right=True)
+    starts = document_starts[:-1]
+    document = torch.bucketize(live, document_starts[1:], right=True)
     depth = later[:, live].sum(0)                                           # steps that each live row computes
-    used, live_document = torch.unique(document, return_inverse=True)
-    last_row = starts[used].scatter_reduce(0, live_document, live, "amax")
-    last_token = starts[used].scatter_reduce(0, live_document, live + depth, "amax")
-    keys, key_starts = _ranges(starts[used], last_row + 1)
-    tokens, token_starts = _ranges(starts[used], last_token + 1)
+    used, document = torch.unique(document, return_inverse=True)
+    starts = starts[used]
+    last_row = starts.scatter_reduce(0, document, live, "amax")
+    last_token = starts.scatter_reduce(0, document, live + depth, "amax")
+    keys, key_starts = _ranges(starts, last_row + 1)
+    tokens, token_starts = _ranges(starts, last_token + 1)
     key_document = torch.arange(len(used)).repeat_interleave(key_starts.diff())
-    key_positions = keys - starts[used][key_document]
+    key_positions = keys - starts[key_document]
+    key_tokens = token_starts[key_document] + key_positions + 1
+    real = len(live)
+    live, document = round_up(live), round_up(document)
+    depth = torch.cat([depth, depth.new_zeros(len(live) - real)])
     position = live - starts[document]
-    live_keys = key_starts[live_document] + position
-    token = token_starts[live_document] + position + 1
+    token, token_end = token_starts[document] + position + 1, token_starts[document + 1] - 1
+    firsts = key_starts[document]
+    supervised = places[:, live]
+    supervised[:, real:] = False
+    keys, key_positions, key_tokens, tokens = map(round_up, (keys, key_positions, key_tokens, tokens))
     rows, previous = [], None
-    for k in range(int(depth.max()) if len(live) else 0):
-        index = (depth > k).nonzero().squeeze(1)
-        kept = None if previous is None or len(previous) == len(index) else torch.searchsorted(previous, index)
-        blocks = _blocks(live_document[index], live_keys[index], key_starts, block_rows, block_scores)
-        rows.append(Rows(index.to(device), None if kept is None else kept.to(device), (token[index] + k).to(device),
-                         (position[index] + k).to(device), live_keys[index].to(device), blocks))
+    for k in range(int(depth.max()) if real else 0):
+        index, kept = round_up((depth > k).nonzero().squeeze(1)), None
+        if previous is None:
+            index = torch.arange(len(live))
+        elif len(index) == len(previous):
+            index = previous
+        else:
+            kept = torch.searchsorted(previous, index).to(device)
+        limits = firsts[index] + position[index]
+        blocks = _blocks(firsts[index].tolist(), limits.tolist(), len(keys))
+        parts = torch.minimum(token[index] + k, token_end[index]), position[index] + k, firsts[index], limits
+        rows.append(Rows(index.to(device), kept, *(part.to(device) for part in parts), blocks))
         previous = index
-    move = [keys, key_positions, token_starts[key_document] + key_positions + 1, tokens, live, live_keys]
-    return Plan(*(part.to(device) for part in move), rows, places[:, live], places.sum(1))
+    parts = keys, key_positions, key_tokens, tokens, live, firsts + position
+    return Plan(*(part.to(device) for part in parts), rows, supervised, places.sum(1))
 
 
 def _ranges(starts: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,15 +167,20 @@ def _ranges(starts: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, tor
     return torch.arange(int(offsets[-1])) + (starts - offsets[:-1]).repeat_interleave(lengths), offsets
 
 
-def _blocks(document, limits, key_starts, block_rows, block_scores):
-    """Cut rows, which are ordered by document and place, into blocks for attention."""
-    blocks, counts = [], torch.bincount(document).tolist() if len(document) else []
-    limits, key_starts, a = limits.tolist(), key_starts.tolist(), 0
-    for number, count in enumerate(counts):
-        end, first = a + count, key_starts[number]
-        while a < end:
-            widest = limits[min(a + block_rows, end) - 1] + 1 - first
-            b = min(end, a + max(1, min(block_rows, block_scores // widest)))
-            blocks.append((a, b, first, limits[b - 1] + 1))
-            a = b
+def round_up(values: torch.Tensor) -> torch.Tensor:
+    """`values` [n] with the last one repeated until their number is a multiple of ROUND."""
+    return torch.cat([values, values[-1:].expand(-len(values) % ROUND)])
+
+
+def _blocks(firsts: list[int], limits: list[int], keys: int) -> list[tuple[int, int, int, int]]:
+    """Cut rows, ordered by document and place, into attention blocks of few different shapes."""
+    blocks, a, rows = [], 0, len(firsts)
+    while a < rows:
+        b = min(a + BLOCK_ROWS, rows)
+        while b - a > ROUND // 4 and (b - a) * (limits[b - 1] + 1 - firsts[a]) > BLOCK_SCORES:
+            b = a + (b - a) // 2
+        width = min(keys, -(-(limits[b - 1] + 1 - firsts[a]) // (2 * ROUND)) * 2 * ROUND)
+        first = min(firsts[a], keys - width)
+        blocks.append((a, b, first, first + width))
+        a = b
     return blocks

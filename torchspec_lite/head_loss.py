@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from torchspec_lite.batch import Batch, Plan
-from torchspec_lite.compiling import piece
+from torchspec_lite.batch import ROUND, Batch, Plan, round_up
+from torchspec_lite.compiling import outer, piece
 from torchspec_lite.losses import LOSSES
 from torchspec_lite.target import FrozenHead
-from torchspec_lite.teacher import normed, restricted_head
+from torchspec_lite.teacher import first_largest, normed, restricted_head
 
 CHUNK_BYTES = 1 << 26  # logits of one chunk of targets, all steps
-BLOCK_ROWS = 512       # rows of logits worked on while they are in cache
 
 
 @dataclass(frozen=True)
@@ -40,37 +39,31 @@ def head_loss(outputs: torch.Tensor, weight: torch.Tensor, draft_ids: torch.Tens
     sums = torch.zeros(steps, device=device)
     agreements = torch.zeros(plan.supervised.shape, dtype=torch.bool, device=device)
     output_gradient = torch.zeros_like(outputs) if gradient else None
-    weight_gradient = torch.zeros(weight.shape, device=device) if gradient else None
     if not len(target):
-        return HeadResult(sums, agreements, output_gradient, weight_gradient)
+        nothing = torch.zeros(weight.shape, device=device) if gradient else None
+        return HeadResult(sums, agreements, output_gradient, nothing)
+    weight_gradient = None
     teacher = restricted_head(head, draft_ids, outputs.dtype)               # [D, Ht]
-    unique, place = torch.unique_consecutive(target, return_inverse=True)   # [J], [S]
-    chunk = max(16, CHUNK_BYTES // (len(weight) * outputs.element_size() * steps))
-    bounds = torch.searchsorted(place, torch.arange(0, len(unique) + chunk, chunk)).tolist()
-    unique, place, step, live, rows = (part.to(device) for part in (unique, place, step, live, rows))
-    # The target's first choice as a draft id; -1 when it lies outside the draft vocabulary, which no draft can equal.
-    choice = torch.searchsorted(draft_ids, batch.target_argmax[unique]).clamp_max(len(draft_ids) - 1)
-    choice = torch.where(draft_ids[choice] == batch.target_argmax[unique], choice, -1)
-    buffer = torch.empty(max(b - a for a, b in zip(bounds, bounds[1:], strict=False)), len(weight), dtype=outputs.dtype,
-                         device=device)
-    for number, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        targets = unique[number * chunk:(number + 1) * chunk]
+    chunk = max(ROUND, CHUNK_BYTES // (len(weight) * outputs.element_size()) // ROUND * ROUND)
+    step, live, target, rows = (part.to(device) for part in (step, live, target, rows))
+    draft_buffer = torch.empty(min(chunk, -(-len(target) // ROUND) * ROUND), len(weight), dtype=outputs.dtype, device=device)
+    for a in range(0, len(target), chunk):
+        part = slice(a, a + chunk)
+        count = len(target[part])
+        targets, place = torch.unique_consecutive(target[part], return_inverse=True)  # [C], [n]
+        targets = round_up(targets)
         logits = F.linear(normed(batch.last[targets], head, teacher.dtype), teacher)  # [C, D]
         p = piece(restricted_probabilities, compile)(logits, batch.target_lse[targets])
-        local = place[a:b] - number * chunk
-        chosen = outputs[rows[a:b]]                                         # [n, H]
-        best = torch.empty(b - a, dtype=torch.int64, device=device)
-        losses = torch.empty(b - a, device=device)
-        for start in range(0, b - a, BLOCK_ROWS):
-            block = slice(start, min(start + BLOCK_ROWS, b - a))
-            torch.mm(chosen[block], weight.t(), out=buffer[block])
-            losses[block], best[block] = piece(_step_losses[loss], compile)(
-                buffer[block], p, local[block], scales[step[a:b][block]])
-        sums.index_add_(0, step[a:b], losses)
-        agreements[step[a:b], live[a:b]] = best == choice[place[a:b]]
+        scale = F.pad(scales[step[part]], (0, -count % ROUND))
+        chosen = outputs[round_up(rows[part])]                              # [n, H]
+        draft = torch.mm(chosen, weight.t(), out=draft_buffer[:len(chosen)])  # [n, D]
+        losses, best = piece(_step_losses[loss], compile)(draft, p, round_up(place), scale)
+        sums.index_add_(0, step[part], losses[:count])
+        agreements[step[part], live[part]] = draft_ids[best[:count]] == batch.target_argmax[target[part]]
         if gradient:
-            output_gradient[rows[a:b]] = buffer[:b - a] @ weight
-            weight_gradient += buffer[:b - a].t() @ chosen
+            output_gradient[rows[part]] = (draft @ weight)[:count]
+            product = outer(draft, chosen, compile)
+            weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
     return HeadResult(sums, agreements, output_gradient, weight_gradient)
 
 
@@ -95,9 +88,7 @@ def _in_place(loss):
     def step_losses(logits, p, place, scale):
         """Losses [n] and first choices [n]; overwrites logits [n, D] with their gradient times scale [n]."""
         wide = logits.float()
-        columns = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)
-        # The first of equal maxima, as argmax in serving; by a minimum because that vectorises.
-        best = torch.where(wide == wide.amax(-1, keepdim=True), columns, float(1 << 24)).amin(-1).long()
+        best = first_largest(wide, wide.amax(-1, keepdim=True))
         losses, slopes = loss(logits, p[place])
         logits.copy_(slopes * scale[:, None])
         return losses, best

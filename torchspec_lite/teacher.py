@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchspec_lite.compiling import piece
 from torchspec_lite.target import FrozenHead
 
 CHUNK_BYTES = 1 << 25  # full-vocabulary logits held at once
@@ -20,7 +21,8 @@ class TeacherStatistics:
 
 
 @torch.no_grad()
-def teacher_statistics(last: torch.Tensor, mask: torch.Tensor, head: FrozenHead) -> TeacherStatistics:
+def teacher_statistics(last: torch.Tensor, mask: torch.Tensor, head: FrozenHead,
+                       compile: bool = False) -> TeacherStatistics:
     """Read the target's full vocabulary once for a document, at the places where it predicts an answer's token.
 
     last [n-1, Ht] (before the final norm), mask [n]. Logits are in the head's dtype, one chunk of rows at a time; the
@@ -33,9 +35,21 @@ def teacher_statistics(last: torch.Tensor, mask: torch.Tensor, head: FrozenHead)
     chunk = max(16, CHUNK_BYTES // (head.lm_head.shape[0] * head.lm_head.element_size()))
     for part in rows.split(chunk):
         logits = F.linear(normed(last[part], head, head.lm_head.dtype), head.lm_head)  # [C, V]
-        lse[part] = logits.float().logsumexp(-1)
-        argmax[part] = logits.argmax(-1)
+        lse[part], argmax[part] = piece(summary, compile)(logits)
     return TeacherStatistics(lse, argmax)
+
+
+def summary(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp [C] fp32 and first largest place [C] int64 of logits [C, V], in few passes over them."""
+    wide = logits.float()
+    top = wide.amax(-1, keepdim=True)
+    return (wide - top).exp().sum(-1).log() + top.squeeze(-1), first_largest(wide, top)
+
+
+def first_largest(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """The place [C] int64 of the first maximum, like argmax; top [C, 1] is the maximum. Vectorises where argmax does not."""
+    columns = torch.arange(x.shape[-1], device=x.device, dtype=torch.float32)
+    return torch.where(x == top, columns, float(1 << 24)).amin(-1).long()
 
 
 def normed(last: torch.Tensor, head: FrozenHead, dtype: torch.dtype) -> torch.Tensor:

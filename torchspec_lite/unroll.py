@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchspec_lite import layer
-from torchspec_lite.attention import attend, attend_backward
+from torchspec_lite.attention import OWN, attend, attend_backward
 from torchspec_lite.batch import Batch, Plan, plan_rows
-from torchspec_lite.compiling import piece
+from torchspec_lite.compiling import outer, piece
 from torchspec_lite.drafter import Drafter, rope_frequencies
 from torchspec_lite.head_loss import head_loss
 from torchspec_lite.target import FrozenHead
@@ -172,8 +172,8 @@ class _Chain:
         self.embed = self.call(layer.unit_norm, embed, self.eps)            # [Tt, H]
         embedded = F.linear(self.embed, self.embed_qkv)                     # [Tt, C]
         live, later = len(plan.live), len(plan.steps) - 1
-        self.own_keys = torch.empty(later, self.kv_heads, live, self.width, **like)
-        self.own_values = torch.empty_like(self.own_keys)
+        self.own_keys = torch.zeros(OWN + later, self.kv_heads, live, self.width, **like)
+        self.own_values = torch.zeros_like(self.own_keys)
         for k, part in enumerate(plan.steps):
             first = k == 0
             if part.from_previous is not None:
@@ -189,8 +189,8 @@ class _Chain:
                 feature, kept.queries = feature[plan.live_keys], queries[:, plan.live_keys]
             else:
                 self._store_own(k, keys, values)
-            kept.attended, kept.lse = attend(kept.queries, self.keys, self.values, *self._own(k), part.limits,
-                                             part.blocks, run.compile)
+            kept.attended, kept.lse = attend(kept.queries, self.keys, self.values, *self._own(k), part,
+                                             run.compile)
             kept.flat = kept.attended.transpose(0, 1).flatten(1)            # [R, nh * hd]
             branch = F.linear(kept.flat, self.o_proj)
             kept.stream, kept.inner = self.call(layer.add_norm, feature, branch,
@@ -208,26 +208,24 @@ class _Chain:
 
     def _store_own(self, k, keys, values):
         index = self.run.plan.steps[k].index
-        if len(index) == self.own_keys.shape[2]:
-            self.own_keys[k - 1], self.own_values[k - 1] = keys, values
-        else:
-            self.own_keys[k - 1].index_copy_(1, index, keys)
-            self.own_values[k - 1].index_copy_(1, index, values)
+        self.own_keys[OWN + k - 1].index_copy_(1, index, keys)
+        self.own_values[OWN + k - 1].index_copy_(1, index, values)
 
     def _own(self, k):
-        """The own keys and values [k, nkv, R, hd] of steps 1..k that step k's rows see."""
-        index = self.run.plan.steps[k].index
+        """The own keys and values [OWN + k, nkv, R, hd] that step k's rows see."""
+        index, places = self.run.plan.steps[k].index, OWN + k
         if len(index) == self.own_keys.shape[2]:
-            return self.own_keys[:k], self.own_values[:k]
-        return self.own_keys[:k].index_select(2, index), self.own_values[:k].index_select(2, index)
+            return self.own_keys[:places], self.own_values[:places]
+        return self.own_keys[:places].index_select(2, index), self.own_values[:places].index_select(2, index)
 
     def backward(self, output_gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gradients of all parameters but `lm_head`, fp32, from that of `outputs`."""
         run, plan, parameters = self.run, self.run.plan, self.parameters
-        gradients = {name: torch.zeros_like(value) for name, value in parameters.items() if name != "lm_head"}
         if not plan.steps:
-            return gradients
-        products = _Products(run.recompute)
+            return {name: torch.zeros_like(value) for name, value in parameters.items() if name != "lm_head"}
+        gradients = {name: torch.zeros_like(parameters[name])
+                     for name in ("hidden_norm", "post_attention_layernorm", "norm")}
+        products = _Products(run.recompute, run.compile)
         key_gradient = torch.zeros(self.keys.shape, device=self.keys.device)
         value_gradient = torch.zeros_like(key_gradient)
         own_key_gradient = torch.zeros(self.own_keys.shape, device=self.keys.device)
@@ -260,46 +258,43 @@ class _Chain:
             own_keys, own_values = self._own(k)
             queries, own_k, own_v = attend_backward(
                 by_heads, kept.attended, kept.lse, kept.queries, self.keys, self.values, own_keys, own_values,
-                part.limits, part.blocks, key_gradient, value_gradient, run.compile)
-            own_key_gradient[:k].index_add_(2, part.index, own_k)
-            own_value_gradient[:k].index_add_(2, part.index, own_v)
+                part, key_gradient, value_gradient, run.compile)
+            own_key_gradient[:OWN + k].index_add_(2, part.index, own_k)
+            own_value_gradient[:OWN + k].index_add_(2, part.index, own_v)
             if k == 0:
                 whole = torch.zeros(self.kv_heads, len(plan.keys), self.group, self.width, dtype=run.dtype,
                                     device=queries.device)
-                whole[:, plan.live_keys] = queries
-                queries, keys, values, tokens = whole, key_gradient, value_gradient, plan.key_tokens
-                around = torch.zeros_like(kept.feature)
-                around[plan.live_keys] = slope
+                queries = whole.index_add_(1, plan.live_keys, queries)
+                keys, values, tokens = key_gradient, value_gradient, plan.key_tokens
+                around = torch.zeros_like(kept.feature).index_add_(0, plan.live_keys, slope)
             else:
-                keys, values = own_key_gradient[k - 1][:, part.index], own_value_gradient[k - 1][:, part.index]
+                keys, values = (
+                    grad[OWN + k - 1].index_select(1, part.index) for grad in (own_key_gradient, own_value_gradient))
                 tokens, around = part.tokens, slope
             qkv = self.call(layer.split_rotate_backward, queries, keys, values, kept.cos, kept.sin)
             products.add("qkv", qkv, kept.normed)
             embedded_gradient.index_add_(0, tokens, qkv.float())
             following = self._norm_backward(gradients, "hidden_norm", qkv @ self.hidden_qkv, kept.feature, around)
-        for name, value in products.finish().items():
-            target = gradients[name][:, self.hidden:] if name == "qkv" else gradients[name]
-            target.copy_(value)
-        self._frozen_inputs(gradients, following, embedded_gradient.to(run.dtype))
+        gradients |= products.finish()
+        product = outer(following, self.aux, run.compile)                   # [H, L * Ht]
+        if run.drafter.config.fc_norm:
+            gradients["fc"], gradients["fc_norm"] = self._frozen_norm(product, parameters["fc"], parameters["fc_norm"])
+        else:
+            gradients["fc"] = product
+        product = outer(embedded_gradient.to(run.dtype), self.embed, run.compile)  # [C, H]
+        product, gradients["input_layernorm"] = self._frozen_norm(
+            product, parameters["qkv"][:, :self.hidden], parameters["input_layernorm"])
+        gradients["qkv"] = torch.cat([product, gradients["qkv"]], 1)
         return gradients
+
+    def _frozen_norm(self, product, matrix, weight):
+        """Gradients of a matrix and of the norm before it, from the matrix's gradient if the norm had no weight."""
+        return product * weight.flatten(), (product * matrix).sum(0).view_as(weight)
 
     def _norm_backward(self, gradients, name, slope, x, around):
         result, weight = self.call(layer.norm_backward, slope, x, self.parameters[name], self.eps, around)
         gradients[name] += weight
         return result
-
-    def _frozen_inputs(self, gradients, feature_gradient, embedded_gradient):
-        """Gradients of the matrices that read frozen inputs, and of the norms' weights multiplied into them."""
-        product = (feature_gradient.t() @ self.aux).float()                 # [H, L * Ht]
-        if self.run.drafter.config.fc_norm:
-            weight = self.parameters["fc_norm"]
-            gradients["fc_norm"].copy_((product * self.parameters["fc"]).sum(0).view_as(weight))
-            product = product * weight.flatten()
-        gradients["fc"].copy_(product)
-        product = (embedded_gradient.t() @ self.embed).float()              # [C, H]
-        matrix = self.parameters["qkv"][:, :self.hidden]
-        gradients["input_layernorm"].copy_((product * matrix).sum(0))
-        gradients["qkv"][:, :self.hidden].copy_(product * self.parameters["input_layernorm"])
 
 
 @dataclass
@@ -324,18 +319,18 @@ class _Kept:
 class _Products:
     """Weight gradients left.T @ right summed over steps: one product over all steps' rows, or step by step."""
 
-    def __init__(self, at_once: bool):
-        self.at_once, self.parts, self.sums = at_once, {}, {}
+    def __init__(self, at_once: bool, compile: bool):
+        self.at_once, self.compile, self.parts, self.sums = at_once, compile, {}, {}
 
     def add(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
         if self.at_once:
-            product = left.t() @ right
-            self.sums[name] = self.sums[name].add_(product) if name in self.sums else product.float()
+            product = outer(left, right, self.compile)
+            self.sums[name] = self.sums[name].add_(product) if name in self.sums else product
         else:
             self.parts.setdefault(name, []).append((left, right))
 
     def finish(self) -> dict[str, torch.Tensor]:
         for name, pairs in self.parts.items():
             left, right = (torch.cat(side) for side in zip(*pairs, strict=True))
-            self.sums[name] = left.t() @ right
+            self.sums[name] = outer(left, right, self.compile)
         return self.sums
