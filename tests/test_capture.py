@@ -31,7 +31,7 @@ def words(count: int, start: int) -> str:
 
 
 def conversations() -> list[dict]:
-    """Prompts from a few to some hundred tokens, one of them twice, one with its answer, and two that cannot be used."""
+    """Prompts from a few to some hundred tokens, one of them twice, one with its answer, two that cannot be used."""
     user = {f"p{place}": words(count, place) for place, count in enumerate((1, 3, 120, 17, 60))}
     user["p5"] = user["p2"]
     records = [{"id": id, "messages": [{"role": "user", "content": text}]} for id, text in user.items()]
@@ -83,7 +83,8 @@ class Bench:
         self.expect = Expectation(self.info.fingerprint, LAYER_IDS, torch.float32, 128, 1024)
         self.receiver = Receiver("127.0.0.1", 64 << 20, 64, self.expect)
         self.loop = asyncio.new_event_loop()
-        self.worker = TargetWorker("target-0", self.config, self.info, [data], [ReceiverAddress(self.receiver.endpoint)])
+        self.worker = TargetWorker("target-0", self.config, self.info, [data],
+                                   [ReceiverAddress(self.receiver.endpoint)])
         self.attempt = 0
         self.wait(self.worker.start())
 
@@ -133,7 +134,7 @@ def bench(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(bench):
-    """Token ids [n] → states entering layers 0 … 3 and the one before the final norm, by Hugging Face, [n, 5, H]."""
+    """Token ids [n] → Hugging Face states entering layers 0 … 3 and the one before the final norm, [n, 5, H]."""
     model = AutoModelForCausalLM.from_pretrained(bench.info.path, dtype=torch.float32).eval()
     before_norm = []
     model.model.norm.register_forward_pre_hook(lambda module, inputs: before_norm.append(inputs[0][0]))

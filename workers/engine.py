@@ -50,6 +50,8 @@ def engine_env(cpus: float, gpus: float, tensor_parallel_size: int = 1) -> dict[
         "OMP_NUM_THREADS": str(max(1, math.ceil(cpus))),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # Standard output belongs to the command, which may have been asked for JSON.
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # A target is always a local folder by the time an engine opens it.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

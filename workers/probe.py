@@ -73,12 +73,13 @@ def check_states(sample: Sample, prompt_tokens: int, info: TargetInfo, dtype: st
     agreement = head_agreement(sample, prompt_tokens, load_head(info, torch.float32))
     if agreement < HEAD_AGREEMENT:
         raise ProbeError(
-            f"target {info.path}: its head finds only {agreement:.0%} of the engine's greedy tokens in the captured last "
-            f"state (layer id {info.num_layers}, before the norm); expected at least {HEAD_AGREEMENT:.0%}")
+            f"target {info.path}: its head finds only {agreement:.0%} of the engine's greedy tokens in the captured "
+            f"last state (layer id {info.num_layers}, before the norm); expected at least {HEAD_AGREEMENT:.0%}")
     return ProbeReport(errors, agreement)
 
 
-def compare_layers(sample: Sample, reference: list[torch.Tensor], info: TargetInfo, tolerance: float) -> dict[int, float]:
+def compare_layers(sample: Sample, reference: list[torch.Tensor], info: TargetInfo,
+                   tolerance: float) -> dict[int, float]:
     """Relative error of each captured layer id against `reference`, N + 1 states [n - 1, H] each.
 
     Raises ProbeError when one is beyond `tolerance`, naming the layer whose states they look like instead.
@@ -92,8 +93,9 @@ def compare_layers(sample: Sample, reference: list[torch.Tensor], info: TargetIn
         if not every[id] <= tolerance:
             nearest = min(range(len(every)), key=every.__getitem__)
             raise ProbeError(
-                f"target {info.path}: the states captured for layer id {id} are off a plain forward's by {every[id]:.2g} "
-                f"of their size (at most {tolerance:g} is rounding); nearest is layer id {nearest}, {every[nearest]:.2g}")
+                f"target {info.path}: the states captured for layer id {id} are off a plain forward's by "
+                f"{every[id]:.2g} of their size (at most {tolerance:g} is rounding); nearest is layer id {nearest}, "
+                f"{every[nearest]:.2g}")
     return errors
 
 

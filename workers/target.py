@@ -163,7 +163,7 @@ class TargetWorker:
         await self._engine.collective_rpc("capture_flush", args=(self.config.stream.wait_s,))
 
     async def set_receiver(self, rank: int, receiver: ReceiverAddress) -> None:
-        """A trainer rank came back at another address. Samples that wait for the old one fail and can be leased anew."""
+        """A trainer rank came back at another address. Samples that wait for the old one fail, to be leased anew."""
         old, self._receivers[rank] = self._receivers[rank], receiver
         if old.endpoint != receiver.endpoint:
             await self.drop_receiver(old.endpoint)
