@@ -42,6 +42,11 @@ def sender_of(closing, endpoint, shared=False, budget=2**23, heartbeat_s=1.0, wa
     return closing(Sender(endpoint, "target-0", budget, heartbeat_s=heartbeat_s, wait_s=wait_s, shared_memory=shared))
 
 
+def room_for(samples: int) -> int:
+    """A receiver's budget that takes so many samples and no more, beside its sixteenth for what is on its way."""
+    return (samples * encode(make_sample(0)).nbytes + 100) * 16 // 15 + 1
+
+
 def take(receiver: Receiver, count: int) -> list[int]:
     """Receive, compare with what was sent, release; the samples' numbers."""
     numbers = []
@@ -97,7 +102,7 @@ def test_samples_arrive_whole_and_in_order(closing, shared):
 
 def test_sender_is_held_back_by_a_trainer_that_takes_nothing(closing, shared):
     one = encode(make_sample(0)).nbytes
-    receiver = receiver_of(closing, shared, budget=3 * one + 100)
+    receiver = receiver_of(closing, shared, budget=room_for(3))
     sender = sender_of(closing, receiver.endpoint, shared, budget=2 * one + 2000, wait_s=0.3)
     with pytest.raises(StreamTimeout, match="target-0 waits for credit from tcp://127.0.0.1.*holds its whole budget"
                        if not shared else "target-0 .*trainer"):
@@ -113,7 +118,7 @@ def test_sender_is_held_back_by_a_trainer_that_takes_nothing(closing, shared):
 
 def test_blocked_sender_goes_on_when_credit_returns(closing, shared):
     one = encode(make_sample(0)).nbytes
-    receiver = receiver_of(closing, shared, budget=2 * one, samples=2)
+    receiver = receiver_of(closing, shared, budget=room_for(2), samples=2)
     sender = sender_of(closing, receiver.endpoint, shared, budget=2 * one + 2000)
     thread = threading.Thread(target=lambda: [sender.send(make_sample(i)) for i in range(30)])
     thread.start()
@@ -336,7 +341,7 @@ def test_another_sample_than_announced_is_refused(closing):
 def test_credit_of_a_silent_peer_returns(closing):
     notices = Notices()
     one = encode(make_sample(0)).nbytes
-    receiver = receiver_of(closing, budget=one, heartbeat_s=0.2, on_event=notices)
+    receiver = receiver_of(closing, budget=room_for(1), heartbeat_s=0.2, on_event=notices)
     stranger = closing(Stranger(receiver.endpoint))
     stranger.hello()
     stranger.say(control.Want(1, "s9", 0, 9, one))

@@ -54,7 +54,8 @@ class Receiver:
     """Takes samples from any number of senders. `get` and `release` are for one thread or several.
 
     Samples share memory with the stream: after `release` theirs may be overwritten, so `clone` what is to stay.
-    `budget_bytes` and `max_samples` bound what was granted and not released. A host that is not loopback needs `keys`
+    `budget_bytes` bounds its memory for samples, a sixteenth at most being kept for what is on its way; `max_samples`
+    bounds the samples granted and not released. A host that is not loopback needs `keys`
     unless `unencrypted` says that the network is trusted. Raises UserError for a host it must not or cannot bind.
     """
 
@@ -69,9 +70,10 @@ class Receiver:
         self._shared_memory = shared_memory
         self._on_event = on_event
         self._session = secrets.token_hex(8)
-        self._credits = Credits(budget_bytes, max_samples)
+        on_its_way = min(budget_bytes // 16, 4 * expect.max_sample_bytes())  # read by ZeroMQ, not yet by us
+        self._credits = Credits(budget_bytes - on_its_way, max_samples)
         self._lock = threading.Condition()
-        self._pool = private_slots(budget_bytes)
+        self._pool = private_slots(self._credits.budget_bytes)
         self._ready: deque[Sample] = deque()
         self._held: dict[Sample, _Held] = {}
         self._freed: deque[tuple[str, int]] = deque()  # (session, seq) to tell; bounded by max_samples
