@@ -26,9 +26,9 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_
         q = queries[:, a:b].reshape(heads, -1, width)                      # [nkv, r * G, hd]
         scores = torch.bmm(q, keys[:, c:d].transpose(1, 2)).view(heads, b - a, group, d - c)
         weights, own, lse[:, a:b] = piece(merged_softmax, compile)(
-            scores, queries[:, a:b], own_keys[:, :, a:b], rows.firsts[a:b] - c, rows.limits[a:b] - c)
+            scores, queries[:, a:b], own_keys[:, :, a:b], rows.firsts[a:b] - c, rows.limits[a:b] - c, OWN)
         shared = torch.bmm(weights.flatten(1, 2), values[:, c:d]).view(heads, b - a, group, width)
-        out[:, a:b] = piece(add_own_values, compile)(shared, own, own_values[:, :, a:b])
+        out[:, a:b] = piece(add_own_values, compile)(shared, own, own_values[:, :, a:b], OWN)
     return out, lse
 
 
@@ -40,7 +40,7 @@ def attend_backward(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     `key_gradient` and `value_gradient` [nkv, Tk, hd] fp32. Other arguments as given to and got from `attend`."""
     heads, _, group, width = queries.shape
     query_gradient, delta, own_key_gradient, own_value_gradient = piece(own_backward, compile)(
-        gradient, out, lse, queries, own_keys, own_values)
+        gradient, out, lse, queries, own_keys, own_values, OWN)
     for a, b, c, d in rows.blocks:
         q, g = queries[:, a:b].reshape(heads, -1, width), gradient[:, a:b].reshape(heads, -1, width)
         shape = heads, b - a, group, d - c
@@ -61,12 +61,12 @@ def _seen(scores, firsts, limits):
     return (columns >= firsts[:, None, None]) & (columns <= limits[:, None, None])
 
 
-def _used(own):
-    """Bool [OWN + k, 1, 1, 1]: the own keys that exist."""
-    return torch.arange(own.shape[0], device=own.device)[:, None, None, None] >= OWN
+def _used(own, unused):
+    """Bool [unused + k, 1, 1, 1]: the own keys that exist."""
+    return torch.arange(own.shape[0], device=own.device)[:, None, None, None] >= unused
 
 
-def merged_softmax(scores, queries, own_keys, firsts, limits):
+def merged_softmax(scores, queries, own_keys, firsts, limits, unused):
     """Softmax over scores [nkv, r, G, S] within each row's keys [firsts, limits] and over the own keys' scores, as one.
 
     queries [nkv, r, G, hd], own_keys [OWN + k, nkv, r, hd]. Returns weights like scores, own weights [OWN + k, nkv, r, G]
@@ -75,19 +75,19 @@ def merged_softmax(scores, queries, own_keys, firsts, limits):
     scale = queries.shape[-1] ** -0.5
     wide = torch.where(_seen(scores, firsts, limits), scores.float() * scale, -torch.inf)
     own = (queries.float() * own_keys.float()[:, :, :, None]).sum(-1) * scale
-    own = torch.where(_used(own), own, -torch.inf)
+    own = torch.where(_used(own, unused), own, -torch.inf)
     top = torch.maximum(wide.amax(-1), own.amax(0))
     exponents, own = (wide - top[..., None]).exp(), (own - top).exp()
     total = exponents.sum(-1) + own.sum(0)
     return (exponents / total[..., None]).to(scores.dtype), own / total, top + total.log()
 
 
-def add_own_values(shared, own, own_values):
+def add_own_values(shared, own, own_values, unused):
     """shared [nkv, r, G, hd] plus own weights [OWN + k, nkv, r, G] times own values [OWN + k, nkv, r, hd]."""
     return (shared.float() + (own[..., None] * own_values.float()[:, :, :, None]).sum(0)).to(shared.dtype)
 
 
-def own_backward(gradient, out, lse, queries, own_keys, own_values):
+def own_backward(gradient, out, lse, queries, own_keys, own_values, unused):
     """The own keys' part of the queries' gradient (fp32), delta = gradient · out [nkv, R, G] fp32, and the gradients of
     own keys and own values."""
     scale = queries.shape[-1] ** -0.5
@@ -95,7 +95,7 @@ def own_backward(gradient, out, lse, queries, own_keys, own_values):
     delta = (g * out.float()).sum(-1)
     keys, values = own_keys.float()[:, :, :, None], own_values.float()[:, :, :, None]  # [OWN + k, nkv, R, 1, hd]
     own = (q * keys).sum(-1) * scale
-    weights = torch.where(_used(own), (own - lse).exp(), 0.0)               # [OWN + k, nkv, R, G]
+    weights = torch.where(_used(own, unused), (own - lse).exp(), 0.0)               # [OWN + k, nkv, R, G]
     slopes = weights * ((g * values).sum(-1) - delta) * scale
     return ((slopes[..., None] * keys).sum(0), delta, (slopes[..., None] * q).sum(-2), (weights[..., None] * g).sum(-2))
 

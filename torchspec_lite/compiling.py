@@ -5,16 +5,24 @@ from functools import cache
 
 import torch
 
+from torchspec_lite.kernels import KERNELS, compiler
+
 
 @cache
-def _compiled(function: Callable) -> Callable:
+def _fast(function: Callable) -> Callable:
+    kernel = KERNELS[function.__name__]
     # dynamic=True: a streaming trainer sees new row counts at every step and must not compile again for them.
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*inputs):
+        on_cpu = inputs[0].device.type == "cpu"
+        return (kernel if on_cpu and compiler() else compiled)(*inputs)
+    return call
 
 
 def piece(function: Callable, compile: bool) -> Callable:
-    """`function` itself, or its compiled form."""
-    return _compiled(function) if compile else function
+    """`function` itself, or its fast form: a kernel of ours on a CPU, torch.compile's elsewhere."""
+    return _fast(function) if compile else function
 
 
 def outer(left: torch.Tensor, right: torch.Tensor, compile: bool) -> torch.Tensor:

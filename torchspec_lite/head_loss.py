@@ -92,6 +92,7 @@ def _in_place(loss):
         losses, slopes = loss(logits, p[place])
         logits.copy_(slopes * scale[:, None])
         return losses, best
+    step_losses.__name__ = loss.__name__
     return step_losses
 
 
