@@ -7,7 +7,6 @@ from cluster.pool import Pool
 from cluster.rollout import Rollout, version_counts
 from cluster.screen import Screen
 from cluster.summary import Measurement
-from torchspec_lite.acceptance import Counts
 from torchspec_lite.chat import Reject, load_tokenizer, render_prompt
 from torchspec_lite.config import Config
 from torchspec_lite.conversations import Dataset, resolve_files
@@ -44,9 +43,9 @@ class Judge:
         self.screen.say(f"serving at {self.pool.url}/v1")
         await self.coordinator.link("endpoint", self.pool.url)
         await self.coordinator.version_state(first.version, "promoted", "the first version served")
-        prompts = self._held_out_prompts()
-        self.rollout = Rollout(self.config, self.pool, self.coordinator, prompts, self.info.fingerprint, first)
-        before = await self._measure(prompts, first)
+        self.rollout = Rollout(self.config, self.pool, self.coordinator, self._held_out_prompts(),
+                               self.info.fingerprint, first)
+        before = Measurement(first.version, await self.rollout.measure(first))
         overrides = asyncio.create_task(self._hear_overrides())
         try:
             while (export := await self._next()) is not None:
@@ -55,7 +54,7 @@ class Judge:
         finally:
             overrides.cancel()
         serving = self.rollout.serving
-        return before, await self._measure(prompts, serving), serving.predicted_walked
+        return before, Measurement(serving.version, await self.rollout.measure(serving)), serving.predicted_walked
 
     async def report(self) -> None:
         """The replicas' state, for the live page."""
@@ -89,14 +88,6 @@ class Judge:
             word = await self.coordinator.next_override()
             if word is not None:
                 await self.rollout.overrule(*word)
-
-    async def _measure(self, prompts: list[list[int]], version: Export) -> Measurement:
-        """Acceptance on all held-out prompts, by vLLM's own count for each request."""
-        name = (await self.pool.replicas())[0]
-        answers = await self.pool.shadow(name, prompts, self.config.data.max_answer_tokens)
-        counts = sum((Counts(answer["drafts"], tuple(answer["per_position"])) for answer in answers), Counts(0, ()))
-        await self.rollout.report_served(version, counts, serving=True)
-        return Measurement(version.version, counts)
 
     def _held_out_prompts(self) -> list[list[int]]:
         """Token ids of the held-out prompts; one that cannot be rendered is the ledger's business, not the pool's."""

@@ -86,7 +86,7 @@ class Rollout:
         self.config, self.options = config, config.rollout
         self.pool, self.coordinator, self.fingerprint = pool, coordinator, fingerprint
         self.shadow_prompts, self.serving, self.parent = shadow_prompts, serving, serving
-        self.shadow_old: list[Counts] = []
+        self.shadow: dict[int, list[Counts]] = {}
         self.best = serving
         self.known: dict[int, Export] = {serving.version: serving}
         self.canaries: list[str] = []
@@ -113,8 +113,7 @@ class Rollout:
             return await self._end(export, "refused", f"only {len(replicas)} of {self.pool.replica_count} replicas are up; "
                                    f"rollout.min_capacity asks for {self.options.min_capacity:.0%} while one is changed")
         canaries = self.canaries = replicas[:max(1, math.floor(self.options.canary_share * len(replicas)))]
-        if not self.shadow_old:
-            self.shadow_old = await self._shadow(replicas[0], len(self.shadow_prompts))
+        await self.measure(self.serving)
         await self._state(export, "canary", f"on {len(canaries)} of {len(replicas)} replicas")
         try:
             for name in canaries:
@@ -122,10 +121,10 @@ class Rollout:
             mismatch = await self._parity(canaries[0], export)
             if mismatch:
                 return await self._roll_back(export, canaries, mismatch)
-            decision, reason, shadow_new = await self._compare(export, canaries)
+            decision, reason = await self._compare(export, canaries)
             if decision != "promote":
                 return await self._roll_back(export, canaries, reason)
-            return await self._promote(export, [name for name in replicas if name not in canaries], reason, shadow_new)
+            return await self._promote(export, [name for name in replicas if name not in canaries], reason)
         except SwapRefused as refused:
             return await self._roll_back(export, canaries, f"swap refused at {refused}", state="refused")
         except ReplicaGone as gone:
@@ -146,7 +145,7 @@ class Rollout:
         async with self.changing:
             if action == "rollback":
                 await self._state(self.serving, "rolled_back", "by hand")
-            await self._promote(export, await self.pool.replicas(), f"by hand ({action})", [])
+            await self._promote(export, await self.pool.replicas(), f"by hand ({action})")
 
     def _gate(self, export: Export) -> str | None:
         """What speaks against trying a version at all, before any replica is touched."""
@@ -183,23 +182,32 @@ class Rollout:
             return f"train/serve parity {share:.1%} of {compared} drafted tokens; rollout.parity asks for {self.options.parity:.0%}"
         return None
 
-    async def _compare(self, export: Export, canaries: list[str]) -> tuple[Decision, str, list[Counts]]:
+    async def _compare(self, export: Export, canaries: list[str]) -> tuple[Decision, str]:
         """Collect rounds until they decide, or there are no more prompts and no more time."""
         before = {stats["replica"]: stats for stats in await self.pool.stats()}
         deadline = time.monotonic() + self.options.wait_s
-        shadow_new: list[Counts] = []
+        new: list[Counts] = self.shadow.setdefault(export.version, [])
+        asked = len(new)
         while True:
-            live_new, live_old = await self._live(before, canaries, sum(shadow_new, Counts(0, ())))
-            if min(live_new.rounds, live_old.rounds) < self.options.min_rounds and len(shadow_new) < len(self.shadow_prompts):
-                shadow_new += await self._shadow(canaries[0], self.options.shadow_prompts, len(shadow_new))
-            evidence = Evidence(live_new, live_old, shadow_new, self.shadow_old[:len(shadow_new)])
-            exhausted = len(shadow_new) == len(self.shadow_prompts) and (
-                live_old.rounds == 0 or time.monotonic() >= deadline)
+            live_new, live_old = await self._live(before, canaries, sum(new[asked:], Counts(0, ())))
+            if min(live_new.rounds, live_old.rounds) < self.options.min_rounds:
+                await self._ask(canaries[0], export, self.options.shadow_prompts)
+            evidence = Evidence(live_new, live_old, new, self.shadow[self.serving.version][:len(new)])
+            all_asked = len(new) == len(self.shadow_prompts)
+            exhausted = all_asked and (live_old.rounds == 0 or time.monotonic() >= deadline)
             decision, reason = decide(evidence, self.options, exhausted)
             if decision != "wait":
-                return decision, reason, shadow_new
-            if len(shadow_new) == len(self.shadow_prompts):
+                return decision, reason
+            if all_asked:
                 await asyncio.sleep(min(5.0, self.options.wait_s))  # only users' requests can tell more now
+
+    async def measure(self, export: Export) -> Counts:
+        """Rounds of a version that some replica runs on all shadow prompts; asked once and kept."""
+        names = [stats["replica"] for stats in await self.pool.stats() if stats["version"] == Path(export.directory).name]
+        if not names:
+            raise ReplicaGone(f"no replica runs version {export.version}")
+        await self._ask(names[0], export, len(self.shadow_prompts))
+        return sum(self.shadow[export.version], Counts(0, ()))
 
     async def _live(self, before: dict[str, dict], canaries: list[str], shadow: Counts) -> tuple[Counts, Counts]:
         """Users' draft rounds since `before`, of the canaries (less our own shadow rounds) and of the rest."""
@@ -210,44 +218,55 @@ class Rollout:
                 sides[name in canaries] += version_counts(stats) - version_counts(before[name])
         return without(sides[True], shadow), sides[False]
 
-    async def _shadow(self, name: str, count: int, start: int = 0) -> list[Counts]:
-        prompts = self.shadow_prompts[start:start + count]
-        answers = await self.pool.shadow(name, prompts, self.options.shadow_tokens)
-        return [Counts(answer["drafts"], tuple(answer["per_position"])) for answer in answers]
+    async def _ask(self, name: str, export: Export, count: int) -> None:
+        """Ask the next `count` shadow prompts of a replica that runs `export`."""
+        known = self.shadow.setdefault(export.version, [])
+        prompts = self.shadow_prompts[len(known):len(known) + count]
+        if prompts:
+            answers = await self.pool.shadow(name, prompts, self.options.shadow_tokens)
+            known += [Counts(answer["drafts"], tuple(answer["per_position"])) for answer in answers]
+            counts = sum(known, Counts(0, ()))
+            if counts.rounds:
+                await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position),
+                                              export is self.serving)
 
-    async def _promote(self, export: Export, rest: list[str], reason: str, shadow: list[Counts]) -> str:
-        # First the name that restarted replicas read, then those that run: no failure in between can go back.
+    async def _promote(self, export: Export, rest: list[str], reason: str) -> str:
+        # First the name that restarted replicas read, then those that run, so that a replica lost in between comes
+        # back with the new version.
         self.pool.promote(export.directory)
-        for name in rest:
+        for place, name in enumerate(rest):
             try:
                 await self._swap(name, export)
             except ReplicaGone:
                 continue  # its successor starts with the promoted version
+            except SwapRefused:
+                self.pool.promote(self.serving.directory)
+                await self._restore(rest[:place], export)
+                raise
         self.parent, self.serving = self.serving, export
-        self.shadow_old = shadow if len(shadow) == len(self.shadow_prompts) else []
         if (export.predicted_walked or 0) >= (self.best.predicted_walked or 0):
             self.best = export
         await self._end(export, "promoted", reason)
-        if shadow:
-            await self.report_served(export, sum(shadow, Counts(0, ())), serving=True)
+        counts = sum(self.shadow.get(export.version, []), Counts(0, ()))
+        if counts.rounds:
+            await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position), True)
         self._retain()
         return "promoted"
 
     async def _roll_back(self, export: Export, canaries: list[str], reason: str, state: str = "rolled_back") -> str:
-        """Give the canaries their old weights again. A replica that cannot take them is restarted by Ray Serve, with
-        the promoted version."""
-        for name in canaries:
-            try:
-                await self._swap(name, self.serving)
-            except (ReplicaGone, SwapRefused) as error:
-                await self.coordinator.event("rollback", f"replica {name}: {error}", export.version, name)
+        """Give the canaries their old weights again, and say why."""
+        await self._restore(canaries, export)
         if "alarm" in reason or "parity" in reason or state == "refused":
             await self.coordinator.raise_alarm(f"version {export.version}: {reason}")
         return await self._end(export, state, reason)
 
-    async def report_served(self, export: Export, counts: Counts, serving: bool) -> None:
-        if counts.rounds:
-            await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position), serving)
+    async def _restore(self, names: list[str], export: Export) -> None:
+        """Bring replicas back to the serving version. One that is gone comes back with it by itself."""
+        for name in names:
+            try:
+                await self._swap(name, self.serving)
+            except (ReplicaGone, SwapRefused) as error:
+                await self.coordinator.event("rollback", f"replica {name}: {error}", export.version, name)
 
     async def _state(self, export: Export, state: str, reason: str) -> None:
         await self.coordinator.version_state(export.version, state, reason)

@@ -49,7 +49,7 @@ def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
     info = describe(resolve_target(config.target.model))
     plan = make_plan(config, info)
     started = open_run_dir(config, resume)
-    setup_logging(config.run_dir, config.name, "driver")
+    setup_logging(config.run_dir, config.name, "driver", secrets=configs.secrets(config))
     with Screen(quiet) as screen:
         run = Run(config, info, plan, started, screen)
         screen.say(f"run directory {config.run_dir}")

@@ -91,7 +91,7 @@ class FakePool:
 
     async def swap(self, name, directory):
         version = Path(directory).name
-        if version in self.refuse:
+        if version in self.refuse or (name, version) in self.refuse:
             raise SwapRefused("load", "wrong shape")
         if (name, version) in self.gone:
             raise ReplicaGone(f"replica {name} is gone")
@@ -213,6 +213,14 @@ def test_a_replica_lost_while_promoting_does_not_stop_the_rest(start, tmp_path):
     assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted"
     assert pool.running == {"a": "v000001", "b": "v000001", "c": "v000000", "d": "v000001"}
     assert pool.promoted == "v000001"  # what c's successor starts with
+
+
+def test_a_replica_that_refuses_while_promoting_brings_all_back(start, tmp_path):
+    pool = FakePool(["a", "b", "c"], LENGTHS, refuse={("c", "v000001")})
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "refused"
+    assert set(pool.running.values()) == {"v000000"} and pool.promoted == "v000000"
+    assert rollout.serving.version == 0
 
 
 def test_a_canary_lost_rolls_back(start, tmp_path):

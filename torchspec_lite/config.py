@@ -346,6 +346,13 @@ def resolve_secret(value: str | None, key: str) -> str | None:
     return os.environ[name]
 
 
+def secrets(config: Config) -> tuple[str, ...]:
+    """Values that no log may show. Raises UserError when a variable that one is read from is not set."""
+    values = config.model_dump()
+    found = (resolve_secret(values[section][key], f"{section}.{key}") for section, key in SECRETS)
+    return tuple(value for value in found if value)
+
+
 def _apply(values: dict, override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals:
