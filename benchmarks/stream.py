@@ -32,6 +32,7 @@ SIZES = {"2.4MB": (512, 576), "67MB": (2048, 4096)}  # tokens, hidden size; 3 la
 LAYERS = (2, 15, 27)
 BUDGET = 256 * 2**20
 LIMIT_S = 120.0
+ENDS: list[Receiver | Sender] = []  # of this process, to close at its end
 
 
 def make_sample(tokens: int, hidden: int) -> Sample:
@@ -142,6 +143,8 @@ def _consume_stream(sample: Sample, shared_memory: bool):
     expect = Expectation(sample.fingerprint, LAYERS, torch.bfloat16, sample.last.shape[1], sample.tokens)
     receiver = Receiver("127.0.0.1", BUDGET, 256, expect, shared_memory=shared_memory)
 
+    ENDS.append(receiver)
+
     def receive():
         got = receiver.get(LIMIT_S)
         touch(raw(got.aux), raw(got.last))
@@ -152,6 +155,7 @@ def _consume_stream(sample: Sample, shared_memory: bool):
 
 def _produce_stream(sample: Sample, address, shared_memory: bool):
     sender = Sender(address, "benchmark", BUDGET, shared_memory=shared_memory)
+    ENDS.append(sender)
     return lambda i: sender.send(replace(sample, id=f"sample-{i}", ordinal=i))
 
 
@@ -190,6 +194,8 @@ def _consumer(way: str, shape, pipe) -> None:
         for _ in range(count):
             receive()
         pipe.send(time.process_time() - cpu)
+    for end in ENDS:
+        end.close()
 
 
 def _producer(way: str, shape, address, pipe) -> None:
@@ -203,6 +209,8 @@ def _producer(way: str, shape, address, pipe) -> None:
             send(i)
         sent += count
         pipe.send(time.process_time() - cpu)
+    for end in ENDS:
+        end.close()
 
 
 class Pair:
@@ -293,6 +301,9 @@ def measure(name: str, total_bytes: int, rounds: int, with_ray: bool) -> dict:
             results[way].append(move(count))
     for pair in pairs.values():
         pair.close()
+    if with_ray:
+        import ray
+        ray.shutdown()
     gigabytes = count * nbytes / 1e9
     return {way: {"gb_per_s": round(gigabytes / statistics.median(s for s, _ in runs), 2),
                   "cpu_s_per_gb": round(statistics.median(cpu for _, cpu in runs) / gigabytes, 2)}
