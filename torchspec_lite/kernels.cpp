@@ -65,16 +65,22 @@ void norm(const T* x, const T* branch, const float* weight, float eps, T* total,
         T* to = out + row * width;
         std::vector<float> wide(width);
         float squares = 0;
+        #pragma omp simd
         for (int64_t i = 0; i < width; i++) wide[i] = load(from[i]);
         if (more) {
             T* sum = total + row * width;
+            #pragma omp simd
             for (int64_t i = 0; i < width; i++) { wide[i] += load(more[i]); store(sum + i, wide[i]); }
         }
         #pragma omp simd reduction(+ : squares)
         for (int64_t i = 0; i < width; i++) squares += wide[i] * wide[i];
         float inverse = 1.0f / std::sqrt(squares / width + eps);
-        if (weight) for (int64_t i = 0; i < width; i++) store(to + i, wide[i] * inverse * weight[i]);
-        else for (int64_t i = 0; i < width; i++) store(to + i, wide[i] * inverse);
+        if (weight)
+            #pragma omp simd
+            for (int64_t i = 0; i < width; i++) store(to + i, wide[i] * inverse * weight[i]);
+        else
+            #pragma omp simd
+            for (int64_t i = 0; i < width; i++) store(to + i, wide[i] * inverse);
     }
 }
 
@@ -96,6 +102,7 @@ void norm_backward(const T* gradient, const T* x, const float* weight, float eps
             }
             float inverse = 1.0f / std::sqrt(squares / width + eps);
             float mean = product * inverse * inverse / width;
+            #pragma omp simd
             for (int64_t i = 0; i < width; i++) {
                 float slope = load(g[i]), wide = load(from[i]);
                 sum[i] += slope * wide * inverse;
@@ -121,7 +128,9 @@ void split_rotate(const T* qkv, const T* embedded, const int64_t* places, const 
             T* to = kind == 0 ? queries + ((key * rows + row) * group + head % group) * width
                               : (kind == 1 ? keys : values) + (key * rows + row) * width;
             if (kind == 2) for (int64_t i = 0; i < width; i++) store(to + i, load(from[i]) + load(token[i]));
-            else for (int64_t i = 0; i < half; i++) {
+            else
+                #pragma omp simd
+                for (int64_t i = 0; i < half; i++) {
                 float first = load(from[i]) + load(token[i]), second = load(from[half + i]) + load(token[half + i]);
                 store(to + i, first * c[i] - second * s[i]);
                 store(to + half + i, second * c[i] + first * s[i]);
@@ -139,6 +148,7 @@ void split_rotate_backward(const T* queries, const float* keys, const float* val
         T* to = out + row * columns;
         for (int64_t head = 0; head < kv_heads * group; head++, to += width) {
             const T* from = queries + ((head / group * rows + row) * group + head % group) * width;
+            #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 float first = load(from[i]), second = load(from[half + i]);
                 store(to + i, first * c[i] + second * s[i]);
@@ -147,6 +157,7 @@ void split_rotate_backward(const T* queries, const float* keys, const float* val
         }
         for (int64_t head = 0; head < kv_heads; head++, to += width) {
             const float* from = keys + (head * rows + row) * width;
+            #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 store(to + i, from[i] * c[i] + from[half + i] * s[i]);
                 store(to + half + i, from[half + i] * c[i] - from[i] * s[i]);
@@ -154,6 +165,7 @@ void split_rotate_backward(const T* queries, const float* keys, const float* val
         }
         for (int64_t head = 0; head < kv_heads; head++, to += width) {
             const float* from = values + (head * rows + row) * width;
+            #pragma omp simd
             for (int64_t i = 0; i < width; i++) store(to + i, from[i]);
         }
     }
@@ -164,6 +176,7 @@ void gated(const T* gate_up, T* out, int64_t rows, int64_t inner) {
     for (int64_t row = 0; row < rows; row++) {
         const T *gate = gate_up + row * 2 * inner, *up = gate + inner;
         T* to = out + row * inner;
+        #pragma omp simd
         for (int64_t i = 0; i < inner; i++) store(to + i, load(gate[i]) * sigmoid(load(gate[i])) * load(up[i]));
     }
 }
@@ -173,6 +186,7 @@ void gated_backward(const T* gradient, const T* gate_up, T* out, int64_t rows, i
     for (int64_t row = 0; row < rows; row++) {
         const T *gate = gate_up + row * 2 * inner, *up = gate + inner, *g = gradient + row * inner;
         T *by_gate = out + row * 2 * inner, *by_up = by_gate + inner;
+        #pragma omp simd
         for (int64_t i = 0; i < inner; i++) {
             float x = load(gate[i]), slope = load(g[i]), open = sigmoid(x);
             store(by_gate + i, slope * load(up[i]) * open * (1.0f + x * (1.0f - open)));
@@ -188,6 +202,7 @@ static inline float dot(const float* a, const float* b, int64_t width) {
     return sum;
 }
 static inline void widen(const T* from, float* to, int64_t width) {
+    #pragma omp simd
     for (int64_t i = 0; i < width; i++) to[i] = load(from[i]);
 }
 
@@ -200,29 +215,33 @@ void merged_softmax(T* scores, const T* queries, const T* own_keys, const int64_
     #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t head = 0; head < heads; head++)
         for (int64_t row = 0; row < rows; row++) {
-            std::vector<float> q(width), key(width), drafted(places), wide(columns);
+            std::vector<float> room(2 * width + places + columns);
+            float *q = room.data(), *key = q + width, *drafted = key + width, *wide = drafted + places;
             int64_t first = firsts[row], end = limits[row] + 1;
             for (int64_t member = 0; member < group; member++) {
                 int64_t at = (head * rows + row) * group + member;
                 T* line = scores + at * columns;
-                widen(queries + head * query_stride + (row * group + member) * width, q.data(), width);
-                float top = -std::numeric_limits<float>::infinity();
+                widen(queries + head * query_stride + (row * group + member) * width, q, width);
+                float top = -std::numeric_limits<float>::infinity(), total = 0;
                 for (int64_t place = unused; place < places; place++) {
-                    widen(own_keys + place * place_stride + head * head_stride + row * width, key.data(), width);
-                    drafted[place] = dot(q.data(), key.data(), width) * scale;
+                    widen(own_keys + place * place_stride + head * head_stride + row * width, key, width);
+                    drafted[place] = dot(q, key, width) * scale;
                     top = std::max(top, drafted[place]);
                 }
                 #pragma omp simd reduction(max : top)
-                for (int64_t i = first; i < end; i++) { wide[i] = load(line[i]) * scale; top = std::max(top, wide[i]); }
-                float total = 0;
+                for (int64_t i = first; i < end; i++) top = std::max(top, load(line[i]) * scale);
                 #pragma omp simd reduction(+ : total)
-                for (int64_t i = first; i < end; i++) { wide[i] = exponential(wide[i] - top); total += wide[i]; }
+                for (int64_t i = first; i < end; i++) {
+                    wide[i] = exponential(load(line[i]) * scale - top);
+                    total += wide[i];
+                }
                 for (int64_t place = unused; place < places; place++)
                     total += drafted[place] = exponential(drafted[place] - top);
                 float inverse = 1.0f / total;
-                for (int64_t i = 0; i < first; i++) store(line + i, 0.0f);
+                std::fill(line, line + first, T{});
+                #pragma omp simd
                 for (int64_t i = first; i < end; i++) store(line + i, wide[i] * inverse);
-                for (int64_t i = end; i < columns; i++) store(line + i, 0.0f);
+                std::fill(line + end, line + columns, T{});
                 for (int64_t place = 0; place < places; place++)
                     own[place * heads * rows * group + at] = place < unused ? 0.0f : drafted[place] * inverse;
                 lse[at] = top + std::log(total);
@@ -242,8 +261,10 @@ void add_own_values(T* shared, const float* own, const T* own_values, int64_t he
                 for (int64_t place = unused; place < places; place++) {
                     const T* value = own_values + place * place_stride + head * head_stride + row * width;
                     float weight = own[place * heads * rows * group + at];
+                    #pragma omp simd
                     for (int64_t i = 0; i < width; i++) sum[i] += weight * load(value[i]);
                 }
+                #pragma omp simd
                 for (int64_t i = 0; i < width; i++) store(shared + at * width + i, sum[i]);
             }
         }
@@ -278,6 +299,7 @@ void own_backward(const T* gradient, const T* out, const float* lse, const T* qu
                     float slope = weight * (dot(g.data(), value.data(), width) - inner) * scale;
                     int64_t to = ((place * heads + head) * rows + row) * width;
                     float *by_key = key_gradient + to, *by_value = value_gradient + to;
+                    #pragma omp simd
                     for (int64_t i = 0; i < width; i++) {
                         by_query[i] += slope * key[i];
                         by_key[i] += slope * q[i];
@@ -302,36 +324,43 @@ void softmax_backward(T* scores, T* slopes, const float* lse, const float* delta
                 T *line = scores + at * columns, *slope = slopes + at * columns;
                 int64_t first = firsts[row], end = limits[row] + 1;
                 float top = lse[from], inner = delta[from];
+                #pragma omp simd
                 for (int64_t i = 0; i < first; i++) { store(line + i, 0.0f); store(slope + i, 0.0f); }
+                #pragma omp simd
                 for (int64_t i = first; i < end; i++) {
                     float weight = exponential(load(line[i]) * scale - top);
                     store(line + i, weight);
                     store(slope + i, weight * (load(slope[i]) - inner) * scale);
                 }
+                #pragma omp simd
                 for (int64_t i = end; i < columns; i++) { store(line + i, 0.0f); store(slope + i, 0.0f); }
             }
 }
 
-// Maximum, sum of exponentials over it, and the first place of the maximum.
-static inline float largest(const T* line, int64_t width, float* total, int64_t* place) {
+// Maximum of a line and its first place.
+static inline float largest(const T* line, int64_t width, int64_t* place) {
+    const int64_t block = 512;
     float top = -std::numeric_limits<float>::infinity();
-    #pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < width; i++) top = std::max(top, load(line[i]));
-    int64_t at = 0;
-    while (at < width - 1 && load(line[at]) != top) at++;
-    float sum = 0;
-    #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) sum += exponential(load(line[i]) - top);
-    *total = sum;
-    *place = at;
+    int64_t start = 0;
+    for (int64_t from = 0; from < width; from += block) {
+        float here = -std::numeric_limits<float>::infinity();
+        int64_t end = std::min(from + block, width);
+        #pragma omp simd reduction(max : here)
+        for (int64_t i = from; i < end; i++) here = std::max(here, load(line[i]));
+        if (here > top) { top = here; start = from; }
+    }
+    while (start < width - 1 && load(line[start]) != top) start++;
+    *place = start;
     return top;
 }
 
 void summary(const T* logits, float* lse, int64_t* best, int64_t rows, int64_t width) {
     EACH_ROW
     for (int64_t row = 0; row < rows; row++) {
-        float total;
-        float top = largest(logits + row * width, width, &total, best + row);
+        const T* line = logits + row * width;
+        float top = largest(line, width, best + row), total = 0;
+        #pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < width; i++) total += exponential(load(line[i]) - top);
         lse[row] = top + std::log(total);
     }
 }
@@ -339,53 +368,99 @@ void summary(const T* logits, float* lse, int64_t* best, int64_t rows, int64_t w
 void restricted_probabilities(const T* logits, const float* lse, float* p, int64_t rows, int64_t width) {
     EACH_ROW
     for (int64_t row = 0; row < rows; row++)
+        #pragma omp simd
         for (int64_t i = 0; i < width; i++) p[row * width + i] = exponential(load(logits[row * width + i]) - lse[row]);
 }
 
 // kind 0: cross-entropy, 1: total variation, 2: log acceptance. logits become gradients times scale.
 void step_losses(int64_t kind, T* logits, const float* p, const int64_t* place, const float* scale, float* losses,
                  int64_t* best, int64_t rows, int64_t width) {
-    EACH_ROW
-    for (int64_t row = 0; row < rows; row++) {
-        T* line = logits + row * width;
-        const float* target = p + place[row] * width;
-        float total;
-        float top = largest(line, width, &total, best + row);
-        float inverse = 1.0f / total, factor = scale[row];
-        if (kind == 0) {
-            float coverage = 0, product = 0;
-            #pragma omp simd reduction(+ : coverage, product)
-            for (int64_t i = 0; i < width; i++) { coverage += target[i]; product += target[i] * (load(line[i]) - top); }
-            losses[row] = coverage * std::log(total) - product;
-            for (int64_t i = 0; i < width; i++)
-                store(line + i, (exponential(load(line[i]) - top) * inverse * coverage - target[i]) * factor);
-            continue;
+    #pragma omp parallel
+    {
+        std::vector<float> exponents(width);
+        float* e = exponents.data();
+        #pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            T* line = logits + row * width;
+            const float* target = p + place[row] * width;
+            float top = largest(line, width, best + row), factor = scale[row];
+            float total = 0, coverage = 0, product = 0;
+            #pragma omp simd reduction(+ : total, coverage, product)
+            for (int64_t i = 0; i < width; i++) {
+                float x = load(line[i]) - top;
+                e[i] = exponential(x);
+                total += e[i];
+                coverage += target[i];
+                product += target[i] * x;
+            }
+            float inverse = 1.0f / total;
+            if (kind == 0) {
+                losses[row] = coverage * std::log(total) - product;
+                float share = inverse * coverage;
+                #pragma omp simd
+                for (int64_t i = 0; i < width; i++) store(line + i, (e[i] * share - target[i]) * factor);
+                continue;
+            }
+            float acceptance = 0, rising = 0;
+            #pragma omp simd reduction(+ : acceptance, rising)
+            for (int64_t i = 0; i < width; i++) {
+                float q = e[i] * inverse;
+                acceptance += std::min(q, target[i]);
+                rising += q < target[i] ? q : 0.0f;
+            }
+            float floor = std::max(acceptance, 1e-8f);
+            losses[row] = kind == 1 ? 1.0f - acceptance : -std::log(floor);
+            if (kind == 2) factor /= floor;
+            #pragma omp simd
+            for (int64_t i = 0; i < width; i++) {
+                float q = e[i] * inverse;
+                store(line + i, q * (rising - (q < target[i] ? 1.0f : 0.0f)) * factor);
+            }
         }
-        float acceptance = 0, rising = 0;
-        #pragma omp simd reduction(+ : acceptance, rising)
-        for (int64_t i = 0; i < width; i++) {
-            float q = exponential(load(line[i]) - top) * inverse;
-            acceptance += std::min(q, target[i]);
-            rising += q < target[i] ? q : 0.0f;
+    }
+}
+
+// 16 x 16 floats turned in registers: halves of pairs of lines are exchanged, at distances 8, 4, 2 and 1.
+typedef float line16 __attribute__((vector_size(64)));
+typedef int32_t lanes16 __attribute__((vector_size(64)));
+static inline void turn(line16 (&lines)[16]) {
+    #pragma GCC unroll 4
+    for (int distance = 8; distance; distance /= 2) {
+        lanes16 low, high;
+        for (int lane = 0; lane < 16; lane++) {
+            low[lane] = lane & distance ? 16 + lane - distance : lane;
+            high[lane] = lane & distance ? 16 + lane : lane + distance;
         }
-        float floor = std::max(acceptance, 1e-8f);
-        losses[row] = kind == 1 ? 1.0f - acceptance : -std::log(floor);
-        if (kind == 2) factor /= floor;
-        for (int64_t i = 0; i < width; i++) {
-            float q = exponential(load(line[i]) - top) * inverse;
-            store(line + i, q * (rising - (q < target[i] ? 1.0f : 0.0f)) * factor);
+        #pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            if (i & distance) continue;
+            line16 a = lines[i], b = lines[i + distance];
+            lines[i] = __builtin_shuffle(a, b, low);
+            lines[i + distance] = __builtin_shuffle(a, b, high);
         }
     }
 }
 
 void transposed(const T* x, float* out, int64_t rows, int64_t columns) {
-    const int64_t tile = 32;
     EACH_ROW
-    for (int64_t left = 0; left < columns; left += tile)
-        for (int64_t top = 0; top < rows; top += tile)
-            for (int64_t column = left; column < std::min(left + tile, columns); column++)
-                for (int64_t row = top; row < std::min(top + tile, rows); row++)
-                    out[column * rows + row] = load(x[row * columns + column]);
+    for (int64_t left = 0; left < columns; left += 16)
+        for (int64_t top = 0; top < rows; top += 16) {
+            int64_t high = std::min<int64_t>(16, rows - top), wide = std::min<int64_t>(16, columns - left);
+            line16 lines[16] = {};
+            if (wide == 16)
+                for (int64_t row = 0; row < high; row++) {
+                    float line[16];
+                    widen(x + (top + row) * columns + left, line, 16);
+                    std::memcpy(&lines[row], line, 64);
+                }
+            else
+                for (int64_t row = 0; row < high; row++)
+                    for (int64_t column = 0; column < wide; column++)
+                        lines[row][column] = load(x[(top + row) * columns + left + column]);
+            turn(lines);
+            for (int64_t column = 0; column < wide; column++)
+                std::memcpy(out + (left + column) * rows + top, &lines[column], high * sizeof(float));
+        }
 }
 
 }  // extern "C"
