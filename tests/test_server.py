@@ -101,7 +101,7 @@ def rounds(drafts, accepted_per_position):
     spec = SimpleNamespace(num_drafts=drafts, num_draft_tokens=3 * drafts, num_accepted_tokens=sum(accepted_per_position),
                            num_accepted_tokens_per_pos=accepted_per_position)
     return (SimpleNamespace(num_running_reqs=drafts, num_waiting_reqs=0, spec_decoding_stats=spec),
-            SimpleNamespace(num_generation_tokens=drafts + sum(accepted_per_position)))
+            SimpleNamespace(num_generation_tokens=drafts + sum(accepted_per_position), finished_requests=["one"]))
 
 
 def test_rounds_are_counted_for_the_version_that_drafted_them():
@@ -121,6 +121,7 @@ def test_rounds_are_counted_for_the_version_that_drafted_them():
     assert seen["unattributed"] == 7
     assert seen["version"] == "v2"
     assert seen["generated"] == 10 + 20 + 4 + 4 + 4
+    assert seen["requests"] == 5
     assert counter.versions["v1"].acceptance_length == 2.5
 
 

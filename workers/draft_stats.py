@@ -41,7 +41,7 @@ class DraftCounter(StatLoggerBase):
         self.versions = {version: VersionStats(version, per_position=[0] * positions)}
         self.version = version
         self.running = self.waiting = self.unattributed = 0
-        self.generated = 0
+        self.generated = self.requests = 0
         self._settling = 0
         self._swapping = False
 
@@ -55,15 +55,19 @@ class DraftCounter(StatLoggerBase):
         self.version, self._swapping, self._settling = version, False, SETTLE_STEPS
 
     def snapshot(self) -> dict:
-        """All counts as plain values: {version, running, waiting, generated, unattributed, versions: [...]}."""
+        """All counts as plain values: {version, running, waiting, requests, generated, unattributed, versions: [...]}.
+
+        requests: those that ended; generated: tokens; both since the start.
+        """
         versions = [asdict(stats) for stats in self.versions.values()]
-        return {"version": self.version, "running": self.running, "waiting": self.waiting,
+        return {"version": self.version, "running": self.running, "waiting": self.waiting, "requests": self.requests,
                 "generated": self.generated, "unattributed": self.unattributed, "versions": versions}
 
     def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0) -> None:
         """Called by vLLM after each engine step."""
         if iteration_stats is not None:
             self.generated += iteration_stats.num_generation_tokens
+            self.requests += len(iteration_stats.finished_requests)
         if scheduler_stats is None:
             return
         self.running = scheduler_stats.num_running_reqs

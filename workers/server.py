@@ -56,7 +56,8 @@ class Replica:
         """Start an engine on the target in `target_dir` with the drafter in `version_dir`.
 
         The process needs `workers.engine.engine_env` from its birth. Takes 10 to 30 s on a CPU. Raises UserError when
-        a folder is missing or a drafter with a manifest is not as it says, and whatever vLLM raises when it cannot run the pair.
+        a folder is missing or a drafter is not as its manifest says, and whatever vLLM raises when it cannot run the
+        pair.
         """
         drafter_dir = Path(version_dir)
         if not (drafter_dir / "config.json").is_file():
