@@ -53,6 +53,31 @@ static inline float exponential(float x) {
 }
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// 16 x 16 floats turned in registers: halves of pairs of lines are exchanged, at distances 8, 4, 2 and 1.
+typedef float line16 __attribute__((vector_size(64)));
+typedef int32_t lanes16 __attribute__((vector_size(64)));
+#define ALL_LANES(pick) pick(0), pick(1), pick(2), pick(3), pick(4), pick(5), pick(6), pick(7), pick(8), pick(9), \
+    pick(10), pick(11), pick(12), pick(13), pick(14), pick(15)
+template <int distance>
+static inline void exchange(line16 (&lines)[16]) {
+    #define LOW(lane) (lane) & distance ? 16 + (lane) - distance : (lane)
+    #define HIGH(lane) (lane) & distance ? 16 + (lane) : (lane) + distance
+    const lanes16 low = {ALL_LANES(LOW)}, high = {ALL_LANES(HIGH)};
+    #pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        if (i & distance) continue;
+        line16 a = lines[i], b = lines[i + distance];
+        lines[i] = __builtin_shuffle(a, b, low);
+        lines[i + distance] = __builtin_shuffle(a, b, high);
+    }
+}
+static inline void turn(line16 (&lines)[16]) {
+    exchange<8>(lines);
+    exchange<4>(lines);
+    exchange<2>(lines);
+    exchange<1>(lines);
+}
+
 #define EACH_ROW _Pragma("omp parallel for schedule(static)")
 
 extern "C" {
@@ -420,31 +445,10 @@ void step_losses(int64_t kind, T* logits, const float* p, const int64_t* place, 
     }
 }
 
-// 16 x 16 floats turned in registers: halves of pairs of lines are exchanged, at distances 8, 4, 2 and 1.
-typedef float line16 __attribute__((vector_size(64)));
-typedef int32_t lanes16 __attribute__((vector_size(64)));
-static inline void turn(line16 (&lines)[16]) {
-    #pragma GCC unroll 4
-    for (int distance = 8; distance; distance /= 2) {
-        lanes16 low, high;
-        for (int lane = 0; lane < 16; lane++) {
-            low[lane] = lane & distance ? 16 + lane - distance : lane;
-            high[lane] = lane & distance ? 16 + lane : lane + distance;
-        }
-        #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            if (i & distance) continue;
-            line16 a = lines[i], b = lines[i + distance];
-            lines[i] = __builtin_shuffle(a, b, low);
-            lines[i + distance] = __builtin_shuffle(a, b, high);
-        }
-    }
-}
-
 void transposed(const T* x, float* out, int64_t rows, int64_t columns) {
     EACH_ROW
-    for (int64_t left = 0; left < columns; left += 16)
-        for (int64_t top = 0; top < rows; top += 16) {
+    for (int64_t top = 0; top < rows; top += 16)  // reads run along lines: their starts may share cache sets
+        for (int64_t left = 0; left < columns; left += 16) {
             int64_t high = std::min<int64_t>(16, rows - top), wide = std::min<int64_t>(16, columns - left);
             line16 lines[16] = {};
             if (wide == 16)
