@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
-from torchspec_lite.target import TargetInfo, weight_bytes
+from torchspec_lite.target import TargetInfo
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ENGINE_OVERHEAD = 900 << 20
@@ -17,13 +17,18 @@ OPTIMIZER_BYTES = 16
 
 @dataclass(frozen=True)
 class Role:
-    """`count` alike Ray actors: logical CPUs and GPUs each, and an estimate of each one's memory in bytes."""
+    """`count` alike Ray actors: logical CPUs and GPUs each, and an estimate of each one's memory in bytes.
+
+    `gpu_memory` is the least that lies on each of an actor's GPUs: weights and optimizer state, without an engine's keys
+    and values (they take what is left) and without activations; 0 without GPUs.
+    """
 
     name: str
     count: int
     cpus: float
     gpus: float
     memory: int
+    gpu_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,26 +74,36 @@ def make_plan(config: Config, info: TargetInfo) -> Plan:
         if section.gpus and config.target.tensor_parallel_size > 1 and section.gpus != config.target.tensor_parallel_size:
             raise UserError(f"{name}.gpus is {section.gpus:g} but target.tensor_parallel_size is "
                             f"{config.target.tensor_parallel_size}; one engine needs that many whole GPUs")
-    weights = weight_bytes(info)
     layer_ids = tuple(config.capture.layer_ids or info.default_layer_ids())
     drafter = drafter_parameters(config, info, layer_ids)
-    frozen = 2 * info.vocab_size * info.hidden_size * BYTES[config.trainer.dtype]
+    split = config.target.tensor_parallel_size
+    served = info.weight_bytes + drafter * BYTES[config.target.dtype]
+    frozen = 2 * info.vocab_size * info.hidden_size * BYTES[config.target.dtype]
+    trained = drafter * OPTIMIZER_BYTES + frozen
+    # Beside a GPU's copy the target's embedding and head stay in main memory, for predictions at each export.
+    kept = frozen if config.trainer.gpus else 0
+    buffers = config.stream.budget_mib + config.trainer.reuse_buffer_mib << 20
     roles = [
-        Role("target worker", config.capture.workers, config.capture.cpus, config.capture.gpus,
-             weights + (config.capture.kv_cache_mib << 20) + (config.stream.sender_budget_mib << 20) + ENGINE_OVERHEAD),
-        Role("trainer", config.trainer.ranks, config.trainer.cpus, config.trainer.gpus,
-             drafter * OPTIMIZER_BYTES + frozen + TRAINER_OVERHEAD
-             + (config.stream.budget_mib + config.trainer.reuse_buffer_mib << 20)),
+        _role("target worker", config.capture.workers, config.capture, info.weight_bytes // split,
+              cpu=info.weight_bytes + (config.capture.kv_cache_mib << 20),
+              always=(config.stream.sender_budget_mib << 20) + ENGINE_OVERHEAD),
+        _role("trainer", config.trainer.ranks, config.trainer, trained, cpu=trained,
+              always=kept + buffers + TRAINER_OVERHEAD),
     ]
     if config.serve.replicas:
-        roles.append(Role("serving replica", config.serve.replicas, config.serve.cpus, config.serve.gpus,
-                          weights + (config.serve.kv_cache_mib << 20) + drafter * BYTES[config.target.dtype]
-                          + ENGINE_OVERHEAD))
+        roles.append(_role("serving replica", config.serve.replicas, config.serve, served // split,
+                           cpu=served + (config.serve.kv_cache_mib << 20), always=ENGINE_OVERHEAD))
     return Plan(
         run_dir=str(config.run_dir), target=info.fingerprint, layer_ids=layer_ids, roles=tuple(roles),
         bytes_per_token=(len(layer_ids) + 1) * info.hidden_size * BYTES[config.target.dtype] + 5,
         drafter_parameters=drafter, stream_budget=config.stream.budget_mib << 20,
         encrypted=config.stream.encrypt == "on" or config.stream.encrypt == "auto" and not is_loopback(config.stream.host))
+
+
+def _role(name: str, count: int, section, gpu_memory: int, cpu: int, always: int) -> Role:
+    """A role with the CPUs and GPUs of its config section; `cpu` bytes lie in main memory only without GPUs."""
+    on_gpu = section.gpus > 0
+    return Role(name, count, section.cpus, section.gpus, always + cpu * (not on_gpu), gpu_memory * on_gpu)
 
 
 def drafter_parameters(config: Config, info: TargetInfo, layer_ids: tuple[int, ...]) -> int:
@@ -127,11 +142,13 @@ def render(plan: Plan) -> str:
              f"drafter         {plan.drafter_parameters / 1e6:.1f} M trainable parameters",
              f"stream          at most {plan.stream_budget >> 20} MiB waiting in each trainer, "
              f"{'encrypted' if plan.encrypted else 'not encrypted (loopback)'}",
-             f"{'role':<16}{'actors':>7}{'CPUs':>7}{'GPUs':>7}{'memory each':>14}"]
-    lines += [f"{role.name:<16}{role.count:>7}{role.cpus:>7g}{role.gpus:>7g}{role.memory / 2**30:>11.1f} GiB"
-              for role in plan.roles]
+             f"{'role':<16}{'actors':>7}{'CPUs':>7}{'GPUs':>7}{'memory each':>14}{'on each GPU':>14}"]
+    for role in plan.roles:
+        on_gpu = f"{role.gpu_memory / 2**30:>10.1f} GiB" if role.gpus else ""
+        lines.append(f"{role.name:<16}{role.count:>7}{role.cpus:>7g}{role.gpus:>7g}{role.memory / 2**30:>10.1f} GiB"
+                     f"{on_gpu}".rstrip())
     lines.append(f"{'all':<16}{sum(role.count for role in plan.roles):>7}{plan.cpus:>7g}{plan.gpus:>7g}"
-                 f"{plan.memory / 2**30:>11.1f} GiB")
+                 f"{plan.memory / 2**30:>10.1f} GiB")
     for rate in (1_000, 30_000):
         lines.append(f"stream at {rate:>6,} tokens/s: {rate * plan.bytes_per_token / 1e9:.3f} GB/s into the trainers")
     return "\n".join(lines)

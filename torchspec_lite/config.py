@@ -249,7 +249,8 @@ class MetricsConfig(Section):
 
 class RayConfig(Section):
     address: str | None = None
-    """Cluster to join (`auto` inside `ray job submit`). None: join one that is there, else start one here."""
+    """Cluster to join; `auto`: the one on this machine. None: the one that RAY_ADDRESS names, as it does inside `ray job
+    submit`, else one is started here."""
     object_store_mib: int = Field(default=128, ge=80)
     """Ray's object store when a cluster is started here; the run's data does not pass through it."""
     num_cpus: int | None = Field(default=None, ge=1)

@@ -22,7 +22,8 @@ class TargetInfo:
     """A target as its folder describes it.
 
     `fingerprint` changes when the config or the weights change: `name@` and 16 hex digits of a SHA-256 over the
-    config, the tensors' names, shapes and places, and a sample of each weight file's bytes.
+    config, the tensors' names, shapes and places, and a sample of each weight file's bytes. `weight_bytes` is the weight
+    files' size, which is about what an engine holds.
     """
 
     path: str
@@ -40,6 +41,7 @@ class TargetInfo:
     rope_parameters: dict
     max_position_embeddings: int
     tied_head: bool = False
+    weight_bytes: int = 0
 
     def default_layer_ids(self) -> tuple[int, int, int]:
         """Auxiliary states of EAGLE 3: early, middle, late (id i = residual stream entering layer i).
@@ -94,6 +96,7 @@ def describe(path: str | Path) -> TargetInfo:
         rope_parameters=rope,
         max_position_embeddings=config["max_position_embeddings"],
         tied_head=bool(config.get("tie_word_embeddings", False)),
+        weight_bytes=sum(path.stat().st_size for path in weight_files(folder)),
     )
 
 
@@ -197,8 +200,3 @@ def _fingerprint(folder: Path, config: dict) -> str:
                 file.seek(min(size, place * size // 33))
                 digest.update(file.read(FINGERPRINT_CHUNK))
     return f"{_name(folder)}@{digest.hexdigest()[:16]}"
-
-
-def weight_bytes(info: TargetInfo) -> int:
-    """Size of the target's weight files in bytes."""
-    return sum(path.stat().st_size for path in weight_files(Path(info.path)))
