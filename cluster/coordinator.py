@@ -141,6 +141,11 @@ class Coordinator:
                                export.per_position)
         await self._wake()
 
+    async def refused(self, id: str, attempt: int, reason: str) -> None:
+        """A trainer's receiver refused a sample: it is rejected for that reason."""
+        self.observer.refused(reason.partition(":")[0])
+        await self.rejected(id, attempt, reason.partition(":")[0], reason)
+
     async def trainer_report(self, report: TrainerReport) -> None:
         self.observer.trainer(report)
 
@@ -175,6 +180,8 @@ class Coordinator:
         self.ledger.add_event(state, reason, version)
         if state == "promoted":
             self.observer.serving_version = version
+        if state in ("promoted", "rolled_back", "refused"):
+            self.observer.judged(state)
 
     async def event(self, kind: str, text: str, version: int | None = None, replica: str | None = None) -> None:
         self.ledger.add_event(kind, text, version, replica)
@@ -185,8 +192,8 @@ class Coordinator:
     async def swapped(self, replica: str, version: int, seconds: float) -> None:
         self.observer.swap(replica, version, seconds)
 
-    async def pool_report(self, replicas: tuple[Replica, ...]) -> None:
-        self.observer.pool(replicas)
+    async def pool_report(self, replicas: tuple[Replica, ...], rounds: int, tokens: int) -> None:
+        self.observer.pool(replicas, rounds, tokens)
 
     async def link(self, name: str, url: str) -> None:
         self.observer.links[name] = url

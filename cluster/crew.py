@@ -33,6 +33,7 @@ class Crew:
     keyring: Keyring = field(init=False)
     addresses: list[str] = field(default_factory=list)
     listening: asyncio.Event = field(default_factory=asyncio.Event)
+    trained: asyncio.Event = field(default_factory=asyncio.Event)
     trainers: list = field(default_factory=list)
     targets: dict = field(default_factory=dict)
 
@@ -47,7 +48,9 @@ class Crew:
         """
         for failures in range(MOST_FAILURES):
             try:
-                return await self._train_once()
+                summary = await self._train_once()
+                self.trained.set()
+                return summary
             except RayActorError as error:
                 await self._alarm(f"a trainer was lost ({one_line(error)}); all ranks start again from the newest checkpoint")
                 if failures == MOST_FAILURES - 1:
@@ -87,19 +90,19 @@ class Crew:
         return tasks[0].result()
 
     async def capture(self, name: str) -> None:
-        """Keep one target worker at its leases until there are no more; one that fails is started again, later each
-        time. Raises its error after MOST_FAILURES failures in a row without a sample."""
+        """Keep one target worker at its leases until there are no more, or the trainers are done; one that fails is
+        started again, later each time. Raises its error after MOST_FAILURES failures in a row."""
         failures = 0
-        while True:
-            await self.listening.wait()
+        await self.listening.wait()
+        while not self.trained.is_set():
             actor = start_target(self.config, name, self.info, self.coordinator, [
                 self._address(name, rank) for rank in range(self.config.trainer.ranks)])
             try:
                 async with asyncio.timeout(START_LIMIT_S):
-                    await actor.start.remote()
+                    await self._until_trained(actor.start.remote())
                 self.targets[name] = actor
                 failures = 0
-                await actor.run.remote()
+                await self._until_trained(actor.run.remote())
                 return
             except (RayActorError, RayTaskError, TimeoutError) as error:
                 found = cause_of(error)
@@ -112,6 +115,18 @@ class Crew:
             finally:
                 self.targets.pop(name, None)
                 ray.kill(actor)
+
+    async def _until_trained(self, reference) -> None:
+        """Wait for a target worker's call, but not longer than the trainers work: what it still holds then (a run that
+        was stopped) nobody will take."""
+        call, over = asyncio.ensure_future(_result(reference)), asyncio.ensure_future(self.trained.wait())
+        try:
+            await asyncio.wait({call, over}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                call.result()
+        finally:
+            call.cancel()
+            over.cancel()
 
     async def stop(self) -> None:
         """Ask the trainers to finish the step in hand, write a checkpoint and return."""

@@ -61,8 +61,11 @@ class Judge:
         if self.pool is None:
             return
         canary = self.rollout.canaries if self.rollout is not None else ()
-        await self.coordinator.pool_report(tuple(
-            _replica(stats, "canary" if stats["replica"] in canary else "serving") for stats in await self.pool.stats()))
+        found = await self.pool.stats()
+        await self.coordinator.pool_report(
+            tuple(_replica(stats, "canary" if stats["replica"] in canary else "serving") for stats in found),
+            sum(version["drafts"] for stats in found for version in stats["versions"]),
+            sum(stats["generated"] for stats in found))
 
     async def _first(self) -> Export | None:
         """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""
@@ -107,4 +110,4 @@ def _replica(stats: dict, role: str) -> Replica:
     counts = version_counts(stats)
     return Replica(name=stats["replica"], version=int(stats["version"].removeprefix("v")), state="ready", role=role,
                    acceptance_length=counts.acceptance_length if counts.rounds else None, running=stats["running"],
-                   waiting=stats["waiting"])
+                   waiting=stats["waiting"], requests=stats["requests"])

@@ -51,6 +51,8 @@ class Observer:
         self.version = self.serving_version = None
         self.rates = {name: Rate() for name in ("streamed", "trained", "target_wait", "trainer_wait")}
         self.alarms_total = 0
+        self.outcomes: dict[str, int] = {}
+        self.refusals: dict[str, int] = {}
 
     def trainer(self, report: TrainerReport) -> None:
         """Take a trainer's report in; rank 0's becomes metrics of its step."""
@@ -110,13 +112,28 @@ class Observer:
     def swap(self, replica: str, version: int, seconds: float) -> None:
         self.metrics.record({"swap_seconds": seconds, "serving_drafter_version": version}, labels={"replica": replica})
 
-    def pool(self, replicas: tuple[Replica, ...]) -> None:
+    def pool(self, replicas: tuple[Replica, ...], rounds: int, tokens: int) -> None:
+        """The replicas now; `rounds` and `tokens` are totals of those that live."""
+        for gone in {replica.name for replica in self.replicas} - {replica.name for replica in replicas}:
+            self.metrics.forget("replica", gone)
         self.replicas = replicas
+        self.metrics.record({"served_requests_total": sum(replica.requests for replica in replicas),
+                             "served_tokens_total": tokens, "draft_rounds_total": rounds})
         for replica in replicas:
             self.metrics.record({"running_requests": replica.running}, labels={"replica": replica.name})
             if replica.acceptance_length is not None:
                 self.metrics.record({"served_acceptance_length_by_replica": replica.acceptance_length},
                                     labels={"replica": replica.name})
+
+    def judged(self, outcome: str) -> None:
+        """A version's rollout ended: promoted, rolled_back or refused."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        self.metrics.record({"rollouts_total": self.outcomes[outcome]}, labels={"outcome": outcome})
+
+    def refused(self, reason: str) -> None:
+        """A receiver refused a message, for this kind of reason."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        self.metrics.record({"refused_total": self.refusals[reason]}, labels={"reason": reason})
 
     def alarm(self, text: str) -> None:
         self.alarms.append(Alarm(time=time.time(), text=text))

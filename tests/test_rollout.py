@@ -203,7 +203,7 @@ def test_drafts_that_differ_from_the_trainers_roll_back(start, tmp_path):
     pool = FakePool(["a"], LENGTHS, drafted={"v000001": [3, 3]})
     rollout, coordinator = start(pool)
     assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "rolled_back"
-    assert "parity 0.0%" in coordinator.states[-1][2] and coordinator.alarms
+    assert "parity: 0 of 1 drafted" in coordinator.states[-1][2] and coordinator.alarms
     assert pool.running == {"a": "v000000"}
 
 
@@ -277,3 +277,9 @@ def test_old_versions_are_deleted_but_not_those_in_use(start, tmp_path):
 def test_intervals_without_data_are_unbounded():
     interval, _ = evidence([], []).interval(OPTIONS)
     assert interval.low == -math.inf and interval.high == math.inf
+
+
+@pytest.mark.parametrize("equal, compared, upper", [(0, 0, 0.0), (144, 149, 0.9888), (90, 100, 0.9520), (10, 10, 1.0)])
+def test_the_upper_end_of_a_shares_interval(equal, compared, upper):
+    # Wilson's score interval with z = 2.33, from its closed form computed by hand.
+    assert rollouts.upper_share(equal, compared) == pytest.approx(upper, abs=2e-3)

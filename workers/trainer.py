@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 KEEP_CHECKPOINTS = 3
 FILL_WAIT_S = 2.0
 """Longest wait for a sample before the coordinator is asked whether more will come."""
-PROBES = 2
+PROBES = 4
 
 
 class Phases:
@@ -232,7 +232,7 @@ class Trainer:
     def _tell_refusals(self) -> None:
         for event in self.receiver.events():
             if event.kind == "rejected":
-                self.coordinator.tell("rejected", event.id, event.attempt, event.reason)
+                self.coordinator.tell("refused", event.id, event.attempt, event.reason)
             elif event.kind in ("lost", "banned"):
                 self.coordinator.tell("event", "stream", f"{event.sender}: {event.kind}, {event.reason}")
 
