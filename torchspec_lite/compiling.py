@@ -15,13 +15,14 @@ def _fast(function: Callable) -> Callable:
     compiled = torch.compile(function, dynamic=True)
 
     def call(*inputs):
-        on_cpu = inputs[0].device.type == "cpu"
-        return (kernel if on_cpu and compiler() else compiled)(*inputs)
+        if inputs[0].device.type != "cpu":
+            return compiled(*inputs)
+        return (kernel if compiler() else function)(*inputs)
     return call
 
 
 def piece(function: Callable, compile: bool) -> Callable:
-    """`function` itself, or its fast form: a kernel of ours on a CPU, torch.compile's elsewhere."""
+    """`function` itself, or its fast form: torch.compile's, and on a CPU a kernel of ours where a compiler is there."""
     return _fast(function) if compile else function
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from torchspec_lite.errors import UserError
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC", "-fopenmp")
 BUILD_LIMIT_S = 300.0
@@ -32,7 +34,7 @@ def compiler() -> str | None:
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The kernels for fp32 or bf16 tensors, built unless this machine has built the same source before.
 
-    Raises subprocess.CalledProcessError when the compiler fails.
+    Raises UserError with the compiler's words when it fails.
     """
     flags = (*FLAGS, "-DBF16") if dtype == torch.bfloat16 else FLAGS
     version = subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
@@ -46,7 +48,10 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
             # one pool of threads.
             for command in ([compiler(), *flags, "-c", str(SOURCE), "-o", f"{work}/kernels.o"],
                             [compiler(), "-shared", f"{work}/kernels.o", "-o", f"{work}/kernels.so"]):
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+                if done.returncode:
+                    raise UserError(f"the CPU kernels did not build with {compiler()}; mend the compiler or set "
+                                    f"trainer.compile=false:\n{done.stderr.strip()}")
             os.replace(f"{work}/kernels.so", built)
     return ctypes.CDLL(str(built))
 

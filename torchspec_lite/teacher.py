@@ -22,7 +22,7 @@ class TeacherStatistics:
 
 @torch.no_grad()
 def teacher_statistics(last: torch.Tensor, mask: torch.Tensor, head: FrozenHead,
-                       compile: bool = False) -> TeacherStatistics:
+                       compile: bool = True) -> TeacherStatistics:
     """Read the target's full vocabulary once for a document, at the places where it predicts an answer's token.
 
     last [n-1, Ht] (before the final norm), mask [n]. Logits are in the head's dtype, one chunk of rows at a time; the
