@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import socket
 
 import pytest
@@ -139,6 +140,23 @@ def test_none_at_all(tmp_path):
     (tmp_path / ".step_000005.partial").mkdir()
     (tmp_path / "step_x").mkdir()
     assert checkpoint.newest(tmp_path) is None
+
+
+def test_full_disk_that_torch_tells_without_an_error_number(tmp_path, monkeypatch):
+    """As on a real full disk: torch's zip writer raises a RuntimeError about a position."""
+    def write(*arguments, **options):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    drafter = fresh(0)
+    optimizer = optimizer_of(drafter)
+    monkeypatch.setattr(torch, "save", write)
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        save(tmp_path, 1, drafter, optimizer)  # there is room: not explained away
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, 1 << 30, 4096))
+    with pytest.raises(UserError, match="no space left on the disk while writing step_000001"):
+        save(tmp_path, 1, drafter, optimizer)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

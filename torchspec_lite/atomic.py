@@ -11,6 +11,7 @@ from pathlib import Path
 from torchspec_lite.errors import UserError
 
 PARTIAL = ".partial"
+FULL_BYTES = 1 << 20  # a disk with less room than this is full
 
 
 @contextmanager
@@ -53,11 +54,17 @@ def commit(partial: Path, final: Path) -> None:
 
 @contextmanager
 def no_space_explained(place: Path) -> Iterator[None]:
-    """Turn a full disk or quota, wherever in the chain of causes, into a UserError that names the place."""
+    """Turn a full disk or quota into a UserError that names the place.
+
+    The error number is looked for in the whole chain of causes; torch's own writer drops it, so a disk without room
+    at that moment counts too.
+    """
     try:
         yield
     except Exception as error:
-        if not isinstance(error, UserError) and any(map(_is_full, _causes(error))):
+        if isinstance(error, UserError):
+            raise
+        if any(map(_is_full, _causes(error))) or shutil.disk_usage(place.parent).free < FULL_BYTES:
             raise UserError(f"{place.parent}: no space left on the disk while writing {place.name}; nothing was kept "
                             "of it. Free some space or set run_root to another disk") from error
         raise
