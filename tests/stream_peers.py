@@ -1,4 +1,4 @@
-"""Samples, peers in processes of their own, and a proxy that breaks connections: for the tests of the stream."""
+"""Samples, peers here and in processes of their own, and a proxy that breaks connections: for the stream's tests."""
 
 import multiprocessing
 import socket
@@ -9,10 +9,12 @@ import torch
 
 from torchspec_lite.sample import Expectation, Sample
 from torchspec_lite.stream import Receiver, Sender
+from torchspec_lite.wire import encode
 
 LAYERS = (2, 5, 7)
 HIDDEN = 64
 EXPECT = Expectation("tiny@0", LAYERS, torch.bfloat16, HIDDEN, 4096)
+LIMIT_S = 60  # of any single wait, on a busy machine
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -33,6 +35,58 @@ def same(one: Sample, other: Sample) -> bool:
     return labels and all(torch.equal(vars(one)[name], vars(other)[name]) and
                           vars(one)[name].dtype == vars(other)[name].dtype
                           for name in ("token_ids", "mask", "aux", "last"))
+
+
+def receiver_of(closing, shared=False, budget=2**23, samples=256, heartbeat_s=1.0, **options) -> Receiver:
+    return closing(Receiver("127.0.0.1", budget, samples, EXPECT, heartbeat_s=heartbeat_s, shared_memory=shared,
+                            **options))
+
+
+def sender_of(closing, endpoint, shared=False, budget=2**23, heartbeat_s=1.0, wait_s=LIMIT_S) -> Sender:
+    return closing(Sender(endpoint, "target-0", budget, heartbeat_s=heartbeat_s, wait_s=wait_s, shared_memory=shared))
+
+
+def room_for(samples: int) -> int:
+    """A receiver's budget that takes so many samples and no more, beside its sixteenth for what is on its way."""
+    return (samples * encode(make_sample(0)).nbytes + 100) * 16 // 15 + 1
+
+
+def take(receiver: Receiver, count: int) -> list[int]:
+    """Receive, compare with what was sent, release; the samples' numbers."""
+    numbers = []
+    for _ in range(count):
+        sample = receiver.get(LIMIT_S)
+        assert same(sample, replace(make_sample(sample.ordinal), attempt=sample.attempt))
+        numbers.append(sample.ordinal)
+        receiver.release(sample)
+    return numbers
+
+
+def until_empty(sender: Sender) -> None:
+    with sender._lock:
+        assert sender._lock.wait_for(lambda: sender._memory_bytes == 0 and not sender._items, LIMIT_S)
+    assert sender._slots is None or sender._slots.free_bytes() == sender._slots.size - 64
+
+
+class Notices:
+    """Events of a receiver, awaited by kind."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.all = []
+
+    def __call__(self, event):
+        with self._changed:
+            self.all.append(event)
+            self._changed.notify_all()
+
+    def wait(self, kind: str, count: int = 1):
+        def found():
+            return [event for event in self.all if event.kind == kind]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, LIMIT_S), f"no {kind} in {self.all}"
+            return found()[count - 1]
 
 
 def sending_process(endpoint: str, numbers: range, attempt: int, shared: bool, heartbeat_s: float, pipe) -> None:

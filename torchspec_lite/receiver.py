@@ -5,7 +5,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
 
@@ -13,10 +12,11 @@ from torchspec_lite import control
 from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ReceiverKeys, zap_reply
+from torchspec_lite.known_sender import HeldSample, KnownSender
 from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain
 from torchspec_lite.router import bound_endpoint, descriptor, open_router, remote_of, shut_down
 from torchspec_lite.sample import Expectation, Sample, SampleError
-from torchspec_lite.shared_slots import Slot, attach, copy_frames, host_identity, layout, private_slots, slot_bytes
+from torchspec_lite.shared_slots import attach, copy_frames, host_identity, layout, private_slots, slot_bytes
 from torchspec_lite.stream_stats import Event, ReceiverStats, SenderView
 from torchspec_lite.wire import VERSION, WireError, decode
 
@@ -24,30 +24,6 @@ MAX_SENDERS = 1024
 MAX_SAMPLES = control.MAX_LIST
 REMEMBERED = 65536  # (id, attempt) of samples taken, to know one that comes again
 MAX_EVENTS = 4096  # unread events beyond which no credit is given
-
-
-@dataclass
-class _Peer:
-    """One sender, by its session; `address` is its present connection."""
-
-    address: bytes
-    name: str
-    session: str
-    epoch: int
-    remote: tuple | None  # far end of the connection
-    heard: float
-    memory: memoryview | None
-    wants: dict[int, control.Want] = field(default_factory=dict)
-    samples: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Held:
-    session: str
-    seq: int
-    nbytes: int
-    slot: Slot | None  # in the receiver's own memory; None: in the sender's
 
 
 class Receiver:
@@ -75,12 +51,12 @@ class Receiver:
         self._lock = threading.Condition()
         self._pool = private_slots(self._credits.budget_bytes)
         self._ready: deque[Sample] = deque()
-        self._held: dict[Sample, _Held] = {}
+        self._held: dict[Sample, HeldSample] = {}
         self._freed: deque[tuple[str, int]] = deque()  # (session, seq) to tell; bounded by max_samples
         self._events: deque[Event] = deque()
         self._taken: OrderedDict[tuple[str, int], tuple[str, int]] = OrderedDict()
-        self._peers: dict[bytes, _Peer] = {}  # by address
-        self._sessions: dict[str, _Peer] = {}
+        self._peers: dict[bytes, KnownSender] = {}  # by address
+        self._sessions: dict[str, KnownSender] = {}
         self._banned: OrderedDict[str, str] = OrderedDict()  # session: reason
         self._counts = {"received": 0, "bytes": 0, "rejected": 0, "duplicate": 0}
         self._rate = Rate()
@@ -243,7 +219,7 @@ class Receiver:
         except WireError as error:
             self._ban(peer, address, str(error), descriptor(message[-1]))
 
-    def _on_request(self, peer: _Peer, request, frames: list[memoryview]) -> None:
+    def _on_request(self, peer: KnownSender, request, frames: list[memoryview]) -> None:
         match request:
             case control.Data():
                 self._on_sample(peer, request.seq, [frame.nbytes for frame in frames], frames)
@@ -291,14 +267,15 @@ class Receiver:
             if known:
                 self._credits.forget(known.session)
                 del self._peers[known.address]
-            peer = _Peer(address, hello.name, hello.session, hello.epoch, remote_of(number), time.monotonic(), memory)
+            peer = KnownSender(address, hello.name, hello.session, hello.epoch, remote_of(number), time.monotonic(),
+                               memory)
             self._peers[address] = self._sessions[hello.session] = peer
             held = tuple(held.seq for held in self._held.values()
                          if held.slot is None and held.session == hello.session)
         self._say(address, control.Welcome(self._session, memory is not None, held))
         self._note(Event("joined", hello.name, "reconnected" if known else "connected"))
 
-    def _on_want(self, peer: _Peer, want: control.Want) -> None:
+    def _on_want(self, peer: KnownSender, want: control.Want) -> None:
         owner = self._taken.get((want.id, want.attempt))
         if owner == (peer.session, want.seq):  # its acknowledgement was lost
             self._say(peer.address, control.Ack((want.seq,)))
@@ -318,7 +295,8 @@ class Receiver:
             if problem:
                 self._refuse(peer, want, problem)
 
-    def _on_sample(self, peer: _Peer, seq: int, lengths, frames: list[memoryview] | None, offset: int = 0) -> None:
+    def _on_sample(self, peer: KnownSender, seq: int, lengths, frames: list[memoryview] | None,
+                   offset: int = 0) -> None:
         """Frames that came over the socket, or (None) that lie in the sender's memory."""
         nbytes, slot = sum(lengths), None
         with self._lock:
@@ -343,7 +321,7 @@ class Receiver:
             return
         del peer.wants[seq]
         with self._lock:
-            self._held[sample] = _Held(peer.session, seq, granted, slot)
+            self._held[sample] = HeldSample(peer.session, seq, granted, slot)
             self._ready.append(sample)
             self._counts["received"] += 1
             self._counts["bytes"] += nbytes
@@ -365,7 +343,7 @@ class Receiver:
         self._expect.check(sample)
         return sample
 
-    def _refuse(self, peer: _Peer, want: control.Want, reason: str) -> None:
+    def _refuse(self, peer: KnownSender, want: control.Want, reason: str) -> None:
         if len(self._events) >= 2 * MAX_EVENTS:
             raise WireError("flood", f"{MAX_EVENTS} refusals that nobody read")
         kind = "duplicate" if reason.startswith("duplicate") else "rejected"
@@ -374,7 +352,7 @@ class Receiver:
         self._say(peer.address, control.Refuse(want.seq, reason))
         self._note(Event(kind, peer.name, reason, want.id, want.attempt))
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: KnownSender, reason: str) -> None:
         if self._peers.pop(peer.address, None) is None:
             return
         with self._lock:
@@ -382,7 +360,7 @@ class Receiver:
             self._credits.forget(peer.session)
         self._note(Event("lost", peer.name, reason))
 
-    def _ban(self, peer: _Peer | None, address: bytes, reason: str, number: int) -> None:
+    def _ban(self, peer: KnownSender | None, address: bytes, reason: str, number: int) -> None:
         self._say(address, control.Banned(reason))
         if peer:
             self._banned[peer.session] = reason

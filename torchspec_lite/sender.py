@@ -5,16 +5,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from itertools import count
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from torchspec_lite import control
+from torchspec_lite.dealer import open_dealer
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import SenderKeys
-from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, set_heartbeat
+from torchspec_lite.outgoing import OutgoingSample
+from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain
 from torchspec_lite.sample import Sample
 from torchspec_lite.shared_slots import SharedSlots, Slot, host_identity, slot_bytes
 from torchspec_lite.stream_stats import Refusal, SenderStats
@@ -22,22 +23,6 @@ from torchspec_lite.wire import VERSION, Encoded, WireError, encode
 
 MAX_OPEN_WANTS = 1024
 BACKOFF_S = (0.02, 1.0)  # first and longest pause before a new connection
-
-
-@dataclass
-class _Item:
-    """A sample on its way: new → wanted → sent → (in shared memory) handed → gone."""
-
-    seq: int
-    id: str
-    attempt: int
-    ordinal: int
-    nbytes: int
-    frames: list
-    slot: Slot | None
-    state: str = "new"
-    sends: int = 0
-    by_handle: bool = False
 
 
 class Sender:
@@ -60,8 +45,8 @@ class Sender:
         self._session = secrets.token_hex(8)
         self._slots = SharedSlots(budget_bytes) if shared_memory else None
         self._lock = threading.Condition()
-        self._items: dict[int, _Item] = {}
-        self._new: deque[_Item] = deque()
+        self._items: dict[int, OutgoingSample] = {}
+        self._new: deque[OutgoingSample] = deque()
         self._open_wants = 0
         self._seqs = count(1)
         self._memory_bytes = 0
@@ -103,7 +88,7 @@ class Sender:
             encoded.copy_into(frames)
         with self._lock:
             seq = next(self._seqs)
-            item = _Item(seq, sample.id, sample.attempt, sample.ordinal, encoded.nbytes, frames, slot)
+            item = OutgoingSample(seq, sample.id, sample.attempt, sample.ordinal, encoded.nbytes, frames, slot)
             self._items[seq] = item
             self._new.append(item)
         self._wakeup.set()
@@ -216,17 +201,7 @@ class Sender:
             self._connected = False
             self._problem = problem or self._problem
         self._epoch += 1
-        socket = self._context.socket(zmq.DEALER)
-        socket.immediate = True
-        socket.linger = 0
-        socket.sndhwm = 0  # credits bound what is queued
-        socket.maxmsgsize = control.MAX_CONTROL
-        socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
-        set_heartbeat(socket, self._heartbeat_s)
-        if self._keys:
-            socket.curve_serverkey = self._keys.receiver_public.encode()
-            socket.curve_publickey = self._keys.own.public.encode()
-            socket.curve_secretkey = self._keys.own.secret.encode()
+        socket = open_dealer(self._context, self._keys, self._heartbeat_s)
         self._monitor = socket.get_monitor_socket()
         self._poller = zmq.Poller()
         for source in (socket, self._monitor, self._wakeup.fd):
@@ -338,7 +313,7 @@ class Sender:
         self._connected = True
         self._backoff = BACKOFF_S[0]
 
-    def _transfer(self, item: _Item | None) -> None:
+    def _transfer(self, item: OutgoingSample | None) -> None:
         if item is None or item.state != "wanted":
             return
         self._open_wants -= 1
@@ -353,7 +328,7 @@ class Sender:
             self._counts["resent"] += item.sends > 0
             item.sends += 1
 
-    def _on_ack(self, item: _Item | None) -> None:
+    def _on_ack(self, item: OutgoingSample | None) -> None:
         if item is None or item.state == "handed":
             return
         self._open_wants -= item.state == "wanted"  # the receiver had it before this connection
@@ -366,13 +341,13 @@ class Sender:
         else:
             self._drop(item)
 
-    def _on_refuse(self, item: _Item | None, reason: str) -> None:
+    def _on_refuse(self, item: OutgoingSample | None, reason: str) -> None:
         if item is not None:
             self._counts["refused"] += 1
             self.refusals.append(Refusal(item.id, item.attempt, reason))
             self._drop(item)
 
-    def _drop(self, item: _Item | None) -> None:
+    def _drop(self, item: OutgoingSample | None) -> None:
         if item is None:
             return
         self._open_wants -= item.state == "wanted"

@@ -1,0 +1,21 @@
+"""What a sender keeps of each sample until the receiver needs it no more."""
+
+from dataclasses import dataclass
+
+from torchspec_lite.shared_slots import Slot
+
+
+@dataclass
+class OutgoingSample:
+    """A sample on its way: new → wanted → sent → (in shared memory) handed → gone."""
+
+    seq: int
+    id: str
+    attempt: int
+    ordinal: int
+    nbytes: int
+    frames: list
+    slot: Slot | None
+    state: str = "new"
+    sends: int = 0
+    by_handle: bool = False
