@@ -45,7 +45,7 @@ def pack(samples: Sequence, statistics: Sequence[TeacherStatistics], device: tor
     aux = torch.empty(total, *first.aux.shape[1:], dtype=first.aux.dtype)
     last = torch.empty(total, *first.last.shape[1:], dtype=first.last.dtype)
     lse, argmax = torch.zeros(total), torch.zeros(total, dtype=torch.int64)
-    for sample, known, start, length in zip(samples, statistics, starts.tolist(), lengths, strict=False):
+    for sample, known, start, length in zip(samples, statistics, starts[:-1].tolist(), lengths, strict=True):
         end = start + length - 1
         aux[start:end], last[start:end] = sample.aux, sample.last
         aux[end], last[end] = 0, 0

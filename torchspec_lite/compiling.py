@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from torchspec_lite.kernels import KERNELS, compiler
+from torchspec_lite.kernels import KERNELS, TYPES, compiler
 
 
 @cache
@@ -17,7 +17,7 @@ def _fast(function: Callable) -> Callable:
     def call(*inputs):
         if inputs[0].device.type != "cpu":
             return compiled(*inputs)
-        return (kernel if compiler() else function)(*inputs)
+        return (kernel if compiler() and inputs[0].dtype in TYPES else function)(*inputs)
     return call
 
 

@@ -22,6 +22,7 @@ from torchspec_lite.errors import UserError
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC", "-fopenmp")
 BUILD_LIMIT_S = 300.0
+TYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
