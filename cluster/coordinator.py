@@ -32,7 +32,6 @@ class Coordinator:
         self.ledger = Ledger(self.run_dir / "ledger.sqlite", reuse=config.trainer.reuse)
         self.observer = Observer(config, self.run_dir, started)
         self.stopping: str | None = None
-        self.next_rank = 0
         self.news = asyncio.Condition()
         self.overrides: asyncio.Queue[tuple[str, int | None]] = asyncio.Queue(maxsize=100)
         self._queue_samples()
@@ -64,7 +63,9 @@ class Coordinator:
             if self.ledger.account("held_out")["queued"]:
                 # First, since predictions need them, and to rank 0, which predicts.
                 return self.ledger.lease(worker, count, 0, "held_out")
-            rank, self.next_rank = self.next_rank, (self.next_rank + 1) % self.config.trainer.ranks
+            backlog = self.ledger.backlog()
+            # A rank that does not keep up gets less: its samples would hold the engines' memory while others starve.
+            rank = min(range(self.config.trainer.ranks), key=lambda rank: backlog.get(rank, 0))
             return self.ledger.lease(worker, count, rank)
 
     async def captured(self, id: str, attempt: int) -> None:

@@ -65,6 +65,21 @@ def test_held_out_samples_come_first_and_go_to_rank_0(make):
     asyncio.run(story())
 
 
+def test_a_rank_that_does_not_keep_up_gets_fewer_leases(make):
+    coordinator = make(train=12, held_out=1, trainer={"ranks": 2})
+
+    async def story():
+        await take(coordinator, 1)
+        slow, quick = await take(coordinator, 3), await take(coordinator, 3)
+        assert {lease.rank for lease in slow} == {0} and {lease.rank for lease in quick} == {1}
+        await settle(coordinator, quick, step=1)
+        assert {lease.rank for lease in await take(coordinator, 2)} == {1}
+        assert {lease.rank for lease in await take(coordinator, 2)} == {1}  # 3 wait for rank 0, 2 for rank 1
+        assert {lease.rank for lease in await take(coordinator, 1)} == {0}
+
+    asyncio.run(story())
+
+
 def test_the_order_is_the_seeds_not_the_files(make):
     coordinator = make(held_out=1)
 

@@ -231,6 +231,12 @@ class Ledger(LedgerFile):
             total = self._db.execute("SELECT COUNT(*) FROM samples WHERE purpose = ?", (purpose,)).fetchone()[0]
         return {state: found.get(state, 0) for state in STATES} | {"all": total}
 
+    def backlog(self) -> dict[int, int]:
+        """Training samples on their way to, or held by, each trainer rank and not yet trained; ranks with none left out."""
+        with self._lock:
+            return dict(self._db.execute("SELECT rank, COUNT(*) FROM samples WHERE state IN ('leased', 'streamed') "
+                                         "AND purpose = 'train' GROUP BY rank"))
+
     def reasons(self) -> dict[str, int]:
         """Rejected samples by reason, most frequent first."""
         with self._lock:
