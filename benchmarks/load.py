@@ -1,4 +1,4 @@
-"""An open-loop load on an OpenAI-compatible endpoint: requests arrive by the clock, whether or not others have ended."""
+"""An open-loop load on an OpenAI-compatible endpoint: requests arrive by the clock, whether or not others ended."""
 
 import asyncio
 import json

@@ -36,7 +36,8 @@ def main() -> None:
     parser.add_argument("--drafter", required=True, help="drafter folder, like runs/demo/drafters/v000003")
     parser.add_argument("--target", default="smollm2", help="folder, hub name or smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--prompts", nargs="+", default=["demo"], help="conversation JSONL files, or demo: its held-out ones")
+    parser.add_argument("--prompts", nargs="+", default=["demo"],
+                        help="conversation JSONL files; demo: its held-out ones")
     parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)

@@ -82,7 +82,8 @@ class TinyTarget:
 
     def config(self, **serve) -> Config:
         return build({"target": {"model": str(self.path), "dtype": "float32", "max_model_len": 512},
-                      "serve": {"max_num_seqs": 8, "kv_cache_mib": 64, "port": 0, "model_name": "tiny"} | serve}, "test")
+                      "serve": {"max_num_seqs": 8, "kv_cache_mib": 64, "port": 0, "model_name": "tiny"} | serve},
+                     "test")
 
 
 class LiveReplica:

@@ -164,8 +164,8 @@ def spoil_manifest(folder):
 
 @pytest.mark.parametrize("spoil, reason", [
     (spoil_nan, "norm"), (spoil_truncated, "SHA-256"), (spoil_truncated_and_signed, "safetensors"),
-    (spoil_shape, "fc.weight"), (spoil_missing, "down_proj"), (spoil_vocabulary_map, "d2t"), (spoil_flag, "norm_output"),
-    (spoil_target, "other@"), (spoil_manifest, "manifest"),
+    (spoil_shape, "fc.weight"), (spoil_missing, "down_proj"), (spoil_vocabulary_map, "d2t"),
+    (spoil_flag, "norm_output"), (spoil_target, "other@"), (spoil_manifest, "manifest"),
 ])
 def test_a_bad_version_is_refused_and_nothing_changes(on_fresh, target, fresh, versions, tmp_path, spoil, reason):
     bad = shutil.copytree(versions["taught"], tmp_path / "v000009")
@@ -201,7 +201,7 @@ def test_drafting_can_be_switched_off(on_fresh, target, versions):
 
 
 def test_a_head_equal_to_the_targets_is_never_shared_with_it(target, tmp_path):
-    """EAGLE 3, whole vocabulary, started with the target's own head: the next version must not write into the target."""
+    """EAGLE 3, whole vocabulary, started with the target's head: the next version must not write into the target."""
     flags = {"fc_norm": False, "norm_output": False, "draft_vocab_size": target.info.vocab_size}
     twin = target.fresh_drafter(2, **flags)
     twin.lm_head.data.copy_(target.head.lm_head)

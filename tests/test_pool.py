@@ -42,7 +42,8 @@ def pool(target, tmp_path_factory):
 def answers(pool, target, count):
     """Completions sent together; the pool spreads them."""
     async def ask():
-        async with httpx.AsyncClient(base_url=pool.url, headers={"Authorization": "Bearer sesame"}, timeout=60) as client:
+        key = {"Authorization": "Bearer sesame"}
+        async with httpx.AsyncClient(base_url=pool.url, headers=key, timeout=60) as client:
             return await asyncio.gather(*(client.post("/v1/completions", json={
                 "model": "tiny", "prompt": target.prompts[i % 6], "max_tokens": 32, "temperature": 0,
                 "return_token_ids": True}) for i in range(count)))

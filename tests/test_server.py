@@ -1,4 +1,4 @@
-"""One replica over HTTP, and what needs no engine: counts per version, the switch above a concurrency, the pool's doors."""
+"""One replica over HTTP, and what needs no engine: counts per version and the pool's doors."""
 
 import json
 import socket
@@ -98,7 +98,8 @@ class TestReplica:
 
 
 def rounds(drafts, accepted_per_position):
-    spec = SimpleNamespace(num_drafts=drafts, num_draft_tokens=3 * drafts, num_accepted_tokens=sum(accepted_per_position),
+    spec = SimpleNamespace(num_drafts=drafts, num_draft_tokens=3 * drafts,
+                           num_accepted_tokens=sum(accepted_per_position),
                            num_accepted_tokens_per_pos=accepted_per_position)
     return (SimpleNamespace(num_running_reqs=drafts, num_waiting_reqs=0, spec_decoding_stats=spec),
             SimpleNamespace(num_generation_tokens=drafts + sum(accepted_per_position), finished_requests=["one"]))

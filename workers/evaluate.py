@@ -66,7 +66,8 @@ def evaluate(drafter: Path, target: Path, prompts: list[Path], *, num_speculativ
     Raises UserError when a folder, a file or the pair of them is unfit.
     """
     if not (Path(drafter) / "config.json").is_file():
-        raise UserError(f"drafter {drafter}: no config.json there; give a drafter folder, like runs/NAME/drafters/v000001")
+        raise UserError(f"drafter {drafter}: no config.json there; give a drafter folder, like "
+                        "runs/NAME/drafters/v000001")
     info = describe(target)
     if (Path(drafter) / MANIFEST).is_file():
         verify(Path(drafter), info.fingerprint)
@@ -92,8 +93,8 @@ def render(result: dict) -> str:
         f"acceptance length   {result['acceptance_length']:.3f}   ({result['drafts']} rounds of "
         f"{result['num_speculative_tokens']} drafts, {result['prompts']} prompts, greedy)",
         f"accepted at         {positions}",
-        f"output tokens/s     {result['tokens_per_s']:.1f} with the drafter, {result['tokens_per_s_without']:.1f} without: "
-        f"{result['speedup']:.2f}x at {result['concurrency']} requests at once",
+        f"output tokens/s     {result['tokens_per_s']:.1f} with the drafter, {result['tokens_per_s_without']:.1f} without"
+        f": {result['speedup']:.2f}x at {result['concurrency']} requests at once",
         f"outputs             {equal}",
     ])
 
@@ -124,8 +125,8 @@ def _run_child(request: dict) -> dict:
                                    stderr=subprocess.STDOUT)
             if child.returncode:
                 log.seek(0)
-                raise UserError(f"vLLM could not serve target {request['target']} with drafter {request['drafter']}; the "
-                                "end of its log:\n" + "".join(log.readlines()[-25:]))
+                raise UserError(f"vLLM could not serve target {request['target']} with drafter {request['drafter']}; "
+                                "the end of its log:\n" + "".join(log.readlines()[-25:]))
         return json.loads(Path(folder, "result.json").read_text())
 
 
@@ -250,4 +251,5 @@ def _measure(request: Request) -> dict:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    (place / "result.json").write_text(json.dumps(_measure(Request(**json.loads((place / "request.json").read_text())))))
+    asked = Request(**json.loads((place / "request.json").read_text()))
+    (place / "result.json").write_text(json.dumps(_measure(asked)))

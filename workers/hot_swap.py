@@ -119,15 +119,16 @@ class DrafterSwap:
         for name, tensor in tensors.items():
             shape, floating = start[name]
             if tuple(tensor.shape) != shape or tensor.is_floating_point() != floating:
-                raise ValueError(f"{folder}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the engine was started with "
-                                 f"{'floats' if floating else 'integers'} {shape}")
+                raise ValueError(f"{folder}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the engine started "
+                                 f"with {'floats' if floating else 'integers'} {shape}")
             if floating and not torch.isfinite(tensor).all():
                 raise ValueError(f"{folder}: {name} holds NaN or infinity")
         config = _meaning(folder)
         changed = [key for key in config.keys() | self.swap_start["config"].keys()
                    if config.get(key) != self.swap_start["config"].get(key)]
         if changed:
-            raise ValueError(f"{folder}/config.json differs from the start-up drafter's in {', '.join(sorted(changed))}")
+            raise ValueError(f"{folder}/config.json differs from the start-up drafter's in "
+                             f"{', '.join(sorted(changed))}")
         if "d2t" in tensors:
             targets = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
             vocabulary = self.model_config.get_vocab_size()

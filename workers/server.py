@@ -21,6 +21,7 @@ from torchspec_lite.config import Config, ServeConfig
 from torchspec_lite.errors import UserError
 from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.target import describe
+from workers.api_key import NeedsKey
 from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
 from workers.refusal import SwapRefused
@@ -190,7 +191,8 @@ class Replica:
         try:
             return await asyncio.wait_for(self.engine.collective_rpc(method, args=args), ANSWER_S)
         except TimeoutError:
-            raise RuntimeError(f"replica {self.name} waited {ANSWER_S:.0f} s for its engine to answer {method}") from None
+            raise RuntimeError(
+                f"replica {self.name} waited {ANSWER_S:.0f} s for its engine to answer {method}") from None
 
 
 def serving_args(config: Config, target_dir: str, version_dir: str) -> dict:
@@ -250,5 +252,7 @@ async def _openai_app(engine: AsyncLLM, args: dict, model_name: str, api_key: st
     options.api_key = [api_key] if api_key else None
     tasks = await engine.get_supported_tasks()
     app = build_app(options, tasks, engine.model_config)
+    if api_key:
+        app.add_middleware(NeedsKey, api_key=api_key)
     await init_app_state(engine, app.state, options, tasks)
     return app
