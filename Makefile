@@ -1,17 +1,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+FUZZ ?= -runs=1000000
+CHAOS_ROUNDS ?= 10
+CHAOS_SEED ?= $(shell date +%s)
 
-.PHONY: demo test venv bench fuzz chaos clean
+.PHONY: help demo test venv bench fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, then train and serve a drafter for a small real model (about 15 minutes on 2 cores)"
 	@echo "make test    set up, then run every test"
 	@echo "make venv    only set up: $(VENV)"
-	@echo "make bench   run the benchmarks, one JSON object each"
-	@echo "make fuzz    a million inputs at the wire decoder"
-	@echo "make chaos   kill and cut everything, many times, and count the samples"
+	@echo "make bench   the benchmarks that need no drafter, one JSON object each"
+	@echo "make fuzz    a million inputs at the wire decoder and the control messages"
+	@echo "make chaos   kill every kind of process many times and count the samples"
 
 venv: $(VENV)/.complete
 
@@ -19,10 +22,21 @@ $(VENV)/.complete: requirements/cpu.txt requirements/gpu.txt pyproject.toml scri
 	scripts/make-venv $(VENV) $(PYTHON)
 
 demo: venv
-	$(BIN)/torchspec-lite train configs/demo.yaml
+	$(BIN)/torchspec-lite train configs/demo.yaml name=demo-$$(date +%m%d-%H%M)
 
 test: venv
 	$(BIN)/python -m pytest
 
+bench: venv
+	for name in train_step capture stream backpressure; do $(BIN)/python -m benchmarks.$$name --json; done
+
+fuzz: venv
+	$(BIN)/python -m pip install --quiet --requirement requirements/fuzz.txt
+	mkdir -p .cache
+	$(BIN)/python -m tests.fuzz.fuzz_wire -max_len=4096 -artifact_prefix=.cache/ $(FUZZ)
+
+chaos: venv
+	CHAOS_ROUNDS=$(CHAOS_ROUNDS) CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest -s tests/chaos
+
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache .pytest_cache .hypothesis
