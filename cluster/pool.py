@@ -188,7 +188,7 @@ def write_promoted(run_dir: str, version_dir: str) -> None:
 
 def check_exposure(host: str, api_key: str | None) -> None:
     """Raises UserError for an address that others can reach when there is no API key."""
-    if api_key is None and host not in ("127.0.0.1", "localhost", "::1"):
+    if not api_key and host not in ("127.0.0.1", "localhost", "::1"):
         raise UserError(f"config serve.host {host}: others can reach this address; set serve.api_key "
                         "(env:NAME reads a variable), or serve on 127.0.0.1")
 

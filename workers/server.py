@@ -253,6 +253,7 @@ async def _openai_app(engine: AsyncLLM, args: dict, model_name: str, api_key: st
     tasks = await engine.get_supported_tasks()
     app = build_app(options, tasks, engine.model_config)
     if api_key:
-        app.add_middleware(NeedsKey, api_key=api_key)
+        # vLLM hands the application over with its middleware in place already, so this goes around the outside.
+        app.middleware_stack = NeedsKey(app.middleware_stack or app.build_middleware_stack(), api_key)
     await init_app_state(engine, app.state, options, tasks)
     return app
