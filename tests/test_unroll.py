@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.test_drafter import FILES, documents, golden_drafter, read_golden
-from torchspec_lite.batch import pack, supervised_counts
+from torchspec_lite import attention, attention_flex
+from torchspec_lite.attention import OWN
+from torchspec_lite.batch import pack, plan_rows, supervised_counts
 from torchspec_lite.drafter import Drafter, DrafterConfig, rms_norm, unrolled_logits
 from torchspec_lite.layer import norm_backward
 from torchspec_lite.sample import Sample
@@ -264,3 +267,32 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
     expected = gradients(drafter)
     for rank in range(2):
         assert worst(torch.load(tmp_path / f"{rank}.pt"), expected) < 1e-5
+
+
+def dense_flex(query, key, value, block_mask, enable_gqa, return_aux):
+    """What torch's flex_attention computes; its own has no backward pass on a CPU."""
+    assert enable_gqa and return_aux.lse
+    group, rows = query.shape[1] // key.shape[1], torch.arange(query.shape[2])[:, None]
+    seen = block_mask.mask_mod(0, 0, rows, torch.arange(key.shape[2]))
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query @ key.transpose(2, 3) * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("steps", (0, 1, 3))
+def test_flex_attention_is_the_block_attention(steps, monkeypatch):
+    monkeypatch.setattr(attention_flex, "flex_attention", dense_flex)
+    generator = torch.Generator().manual_seed(steps)
+    plan = plan_rows(torch.tensor([int(value) for value in "0" * 40 + "1" * 90 + "0001111"]), torch.tensor([0, 130, 137]), 1)
+    rows, count, keys = plan.steps[0], len(plan.live), len(plan.keys)
+    queries, gradient = (torch.randn(2, count, 3, 16, generator=generator) for _ in range(2))
+    keys, values = (torch.randn(2, keys, 16, generator=generator) for _ in range(2))
+    own = [torch.randn(OWN + steps, 2, count, 16, generator=generator) for _ in range(2)]
+    found = []
+    for way in (attention, attention_flex):
+        out, lse = way.attend(queries, keys, values, *own, rows, False)
+        sums = torch.zeros_like(keys), torch.zeros_like(values)
+        by_query, *by_own = way.attend_backward(gradient, out, lse, queries, keys, values, *own, rows, *sums, False)
+        found.append((out, lse, by_query, *(part[OWN:] for part in by_own), *sums))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5)

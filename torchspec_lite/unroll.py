@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchspec_lite import layer
-from torchspec_lite.attention import OWN, attend, attend_backward
+from torchspec_lite import attention, attention_flex, layer
+from torchspec_lite.attention import OWN
 from torchspec_lite.batch import Batch, Plan, plan_rows
 from torchspec_lite.compiling import outer, piece
 from torchspec_lite.drafter import Drafter, rope_frequencies
@@ -127,6 +127,7 @@ class _Chain:
     def __init__(self, run: _Run, parameters: dict[str, torch.Tensor]):
         config, dtype = run.drafter.config, run.dtype
         self.run, self.parameters, self.eps = run, parameters, config.rms_norm_eps
+        self.attention = attention_flex if run.batch.aux.is_cuda else attention
         self.hidden, self.kv_heads, self.width = config.hidden_size, config.num_key_value_heads, config.head_dim
         self.group = config.num_attention_heads // self.kv_heads
         fc, qkv = parameters["fc"], parameters["qkv"]
@@ -189,8 +190,8 @@ class _Chain:
                 feature, kept.queries = feature[plan.live_keys], queries[:, plan.live_keys]
             else:
                 self._store_own(k, keys, values)
-            kept.attended, kept.lse = attend(kept.queries, self.keys, self.values, *self._own(k), part,
-                                             run.compile)
+            kept.attended, kept.lse = self.attention.attend(
+                kept.queries, self.keys, self.values, *self._own(k), part, run.compile)
             kept.flat = kept.attended.transpose(0, 1).flatten(1)            # [R, nh * hd]
             branch = F.linear(kept.flat, self.o_proj)
             kept.stream, kept.inner = self.call(layer.add_norm, feature, branch,
@@ -256,7 +257,7 @@ class _Chain:
             products.add("o_proj", slope, kept.flat)
             by_heads = (slope @ self.o_proj).view(-1, self.kv_heads, self.group, self.width).transpose(0, 1).contiguous()
             own_keys, own_values = self._own(k)
-            queries, own_k, own_v = attend_backward(
+            queries, own_k, own_v = self.attention.attend_backward(
                 by_heads, kept.attended, kept.lse, kept.queries, self.keys, self.values, own_keys, own_values,
                 part, key_gradient, value_gradient, run.compile)
             own_key_gradient[:OWN + k].index_add_(2, part.index, own_k)
