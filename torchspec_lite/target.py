@@ -66,6 +66,12 @@ class FrozenHead:
     norm_eps: float
     lm_head: torch.Tensor
 
+    def to(self, device: torch.device) -> "FrozenHead":
+        """The same tensors on a device; a head that is the embedding stays one tensor."""
+        embed = self.embed_tokens.to(device)
+        head = embed if self.lm_head is self.embed_tokens else self.lm_head.to(device)
+        return FrozenHead(embed, self.norm_weight.to(device), self.norm_eps, head)
+
 
 def describe(path: str | Path) -> TargetInfo:
     """Read a Hugging Face folder. Raises UserError when it is missing or not a supported decoder."""

@@ -66,6 +66,7 @@ class Trainer:
         self.layer_ids = tuple(config.capture.layer_ids or info.default_layer_ids())
         # Its product with the last state makes the target's distribution; the target itself computes it in this dtype.
         self.head = load_head(info, self.serving_dtype)
+        self.device_head = self.head.to(self.device)
         self.buffer = ReuseBuffer(self.options.reuse, self.options.reuse_buffer_mib << 20, self.options.seed + rank,
                                   self.options.ordered)
         self.held_out: dict[str, tuple[Sample, TeacherStatistics]] = {}
@@ -134,14 +135,14 @@ class Trainer:
             drafter = init_drafter(self.info, self.head, self.config.drafter, self._choose_vocabulary(), generator,
                                    self.layer_ids)
         self.group.same_weights(drafter)
-        self.learner = Learner(drafter.to(self.device), self.head, self.options, self.group)
+        self.learner = Learner(drafter.to(self.device), self.device_head, self.options, self.group)
         self._publish()
 
     def _restore(self, path: Path) -> None:
         with self.phases.phase("restore"):
             state = checkpoint.read(path)
             drafter = Learner.empty_drafter(state.config, state.vocabulary())
-            self.learner = Learner(drafter.to(self.device), self.head, self.options, self.group)
+            self.learner = Learner(drafter.to(self.device), self.device_head, self.options, self.group)
             self.learner.load(path)
         extra = state.extra
         self.version, self.samples_done, self.trained_s = extra["version"], extra["samples"], extra["trained_s"]
@@ -223,7 +224,8 @@ class Trainer:
 
     def _keep(self, sample: Sample, passes: int) -> None:
         with self.phases.phase("teacher"):
-            statistics = teacher_statistics(sample.last, sample.mask, self.head)
+            known = teacher_statistics(sample.last.to(self.device), sample.mask.to(self.device), self.device_head)
+            statistics = TeacherStatistics(known.lse.cpu(), known.argmax.cpu())
         if sample.purpose == "held_out":
             self.held_out[sample.id] = (sample, statistics)
         else:
