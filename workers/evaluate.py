@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +122,14 @@ def _run_child(request: dict) -> dict:
     with tempfile.TemporaryDirectory(prefix="torchspec-lite-eval-") as folder:
         Path(folder, "request.json").write_text(json.dumps(request))
         with open(Path(folder, "log"), "w+") as log:
-            child = subprocess.run([sys.executable, "-m", "workers.evaluate", folder], env=environment, stdout=log,
-                                   stderr=subprocess.STDOUT)
+            # The pipe closes when this process ends, however it ends, and the child ends with it.
+            child = subprocess.Popen([sys.executable, "-m", "workers.evaluate", folder], env=environment,
+                                     stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                child.wait()
+            finally:
+                child.stdin.close()
+                child.wait()
             if child.returncode:
                 log.seek(0)
                 raise UserError(f"vLLM could not serve target {request['target']} with drafter {request['drafter']}; "
@@ -249,7 +256,13 @@ def _measure(request: Request) -> dict:
     return result
 
 
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     place = Path(sys.argv[1])
     asked = Request(**json.loads((place / "request.json").read_text()))
     (place / "result.json").write_text(json.dumps(_measure(asked)))
