@@ -66,7 +66,7 @@ class Crew:
                     self.trainers, self.keyring.receivers))
                 meeting = await self.trainers[0].open_store.remote() if len(self.trainers) > 1 else None
                 for name, target in self.targets.items():
-                    await _all(target.set_receiver.remote(rank, self._address(name, rank)) for rank in ranks)
+                    await self._point(name, target)
             self.listening.set()
             return await self._watch([trainer.train.remote(meeting) for trainer in self.trainers])
         finally:
@@ -101,6 +101,7 @@ class Crew:
                 async with asyncio.timeout(START_LIMIT_S):
                     await self._until_trained(actor.start.remote())
                 self.targets[name] = actor
+                await self._point(name, actor)  # the trainers may have come back elsewhere meanwhile
                 failures = 0
                 await self._until_trained(actor.run.remote())
                 return
@@ -131,6 +132,10 @@ class Crew:
     async def stop(self) -> None:
         """Ask the trainers to finish the step in hand, write a checkpoint and return."""
         await _all(trainer.stop.remote() for trainer in self.trainers)
+
+    async def _point(self, name: str, target) -> None:
+        """Tell a target worker where the trainers' receivers are now."""
+        await _all(target.set_receiver.remote(rank, self._address(name, rank)) for rank in range(len(self.addresses)))
 
     def _address(self, name: str, rank: int) -> ReceiverAddress:
         return ReceiverAddress(self.addresses[rank], self.keyring.senders[name][rank])

@@ -103,6 +103,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished: list[Finished] = []
         self._cache: torch.Tensor | None = None  # [blocks, block, L + 1, H]
         self._lanes: dict[str, Lane] = {}
+        self._given_up: set[str] = set()
         self._sending: dict[Future, tuple[Finished, Lane]] = {}
         self._outcomes: list[dict] = []
 
@@ -173,15 +174,19 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         """Start sending what just finished; give the ids of requests whose blocks are needed no longer."""
         if self._cache is None:
             return None, None
-        metadata = self._get_connector_metadata()
+        metadata, released = self._get_connector_metadata(), set()
         for finished in metadata.finished:
             # The states of the request's last step were queued before this event, on the same stream.
             ready = torch.cuda.current_stream().record_event() if self._cache.is_cuda else None
+            if finished.ticket.endpoint in self._given_up:
+                released.add(finished.request)
+                error = StreamError(f"receiver {finished.ticket.endpoint} is gone: its trainer came back elsewhere")
+                self._outcomes.append(asdict(_outcome(finished.ticket, error)))
+                continue
             lane = self._lane(finished.ticket)
             self._sending[lane.thread.submit(self._send, finished, lane, ready)] = finished, lane
         if metadata.idle and self._sending:
             wait(self._sending, timeout=IDLE_WAIT_S, return_when=FIRST_COMPLETED)
-        released = set()
         for future in [future for future in self._sending if future.done()]:
             finished, lane = self._sending.pop(future)
             released.add(finished.request)
@@ -217,8 +222,14 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         """`torchspec_lite.stream.SenderStats` of each receiver, as dictionaries."""
         return [asdict(lane.sender.stats()) for lane in self._lanes.values()]
 
+    def give_up(self, endpoint: str) -> None:
+        """A receiver will not come back: what waits for it, and what requests in flight still have for it, fails at once
+        and can be captured again for another."""
+        self._given_up.add(endpoint)
+        self.drop_sender(endpoint)
+
     def drop_sender(self, endpoint: str) -> None:
-        """Give a receiver up: what waits for it fails at once and can be captured again for another."""
+        """End the sender to a receiver; what waits in it fails at once. The next sample for it starts a new one."""
         lane = self._lanes.pop(endpoint, None)
         if lane is not None:
             lane.sender.close()
@@ -287,7 +298,7 @@ class CaptureExtension:
         return _connector().sender_stats()
 
     def capture_drop_sender(self, endpoint: str) -> None:
-        _connector().drop_sender(endpoint)
+        _connector().give_up(endpoint)
 
 
 def capture_outcomes(kv_connector_stats: dict[str, Any] | None) -> list[Outcome]:
