@@ -206,7 +206,15 @@ def test_fresh_drafter_starts_from_the_target_and_repeats_itself():
         init_drafter(info, head, DrafterConfigSection(), ids, torch.Generator().manual_seed(seed), layer_ids=(1, 2, 5))
         for seed in (0, 0, 1))
     assert torch.equal(drafter.lm_head, head.lm_head[ids].float())
-    assert torch.equal(drafter.norm, head.norm_weight)
+    # The target's norm up to a factor: logits of streams that point anywhere have a deviation of 1.75 at most.
+    streams = torch.randn(4000, 16, generator=torch.Generator().manual_seed(5))
+    streams /= streams.square().mean(1, keepdim=True).sqrt()
+    logits = (streams * drafter.norm) @ drafter.lm_head.T
+    assert torch.allclose(drafter.norm / head.norm_weight, (drafter.norm / head.norm_weight)[:1].expand(16))
+    assert 1.6 < logits.square().mean().sqrt() < 1.9
+    small = FrozenHead(head.embed_tokens, head.norm_weight / 100, head.norm_eps, head.lm_head)
+    modest = init_drafter(info, small, DrafterConfigSection(), ids, torch.Generator().manual_seed(0), layer_ids=(1, 2, 5))
+    assert torch.equal(modest.norm, small.norm_weight)
     assert drafter.config.layer_ids == (1, 2, 5)
     for name, value in drafter.named_parameters():
         assert value.dtype == torch.float32 and value.isfinite().all()

@@ -18,6 +18,7 @@ from torchspec_lite.target import FrozenHead, TargetInfo
 
 QUERY_ROWS = 512  # rows attended at once: the reference's memory stays linear in the document's length
 SINK_ROWS = 4     # first rows of a document that count as the attention sink in diagnostics
+FRESH_DEVIATION = 1.75  # of a fresh drafter's logits; SmolLM2's own norm would make it 5.8
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,10 @@ def init_drafter(info: TargetInfo, head: FrozenHead, options: DrafterConfigSecti
     target's. Matrices are normal with deviation 1/sqrt(inputs), the two that write into the residual stream
     a tenth of that, so that a fresh layer hardly disturbs it. `lm_head` starts from the target's rows and `norm` from
     the target's final norm: the target's rows were trained against a stream scaled by exactly that weight, so the
-    pair makes right logits of any stream that points where the target's does. Raises UserError on layer ids that the
-    target does not have.
+    pair makes right logits of any stream that points where the target's does. `norm` is scaled down until the logits
+    of a stream that points anywhere have a deviation of at most FRESH_DEVIATION: as sure as the target, a fresh
+    drafter starts far above the loss of guessing and learns less from the same samples (benchmarks/recipes.md).
+    Raises UserError on layer ids that the target does not have.
     """
     ids = tuple(layer_ids or info.default_layer_ids())
     if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > info.num_layers:
@@ -122,8 +125,9 @@ def init_drafter(info: TargetInfo, head: FrozenHead, options: DrafterConfigSecti
             weight = drafter.get_parameter(name)
             scale = 0.1 if name in ("o_proj", "down_proj") else 1.0
             weight.normal_(0.0, scale / math.sqrt(weight.shape[1]), generator=generator)
-        drafter.norm.copy_(head.norm_weight)
         drafter.lm_head.copy_(head.lm_head[draft_ids])
+        deviation = math.sqrt(float((drafter.lm_head * head.norm_weight).square().sum(1).mean()))
+        drafter.norm.copy_(head.norm_weight * min(1.0, FRESH_DEVIATION / deviation))
         if drafter.full_vocabulary:
             # vLLM shares a head that equals the target's bit for bit, and a later swap would write into the target.
             # One part in 128 moves every bf16 number by at least one step and the logits' temperature by nothing.
