@@ -36,8 +36,9 @@ class Coordinator:
         self.overrides: asyncio.Queue[tuple[str, int | None]] = asyncio.Queue(maxsize=100)
         self._queue_samples()
         for row in self.ledger.versions():
-            if row["state"] == "canary":
-                self.ledger.set_version_state(row["version"], "rolled_back", "the run ended while it was being tried")
+            self.observer.version, self.observer.predicted = row["version"], row["predicted"]
+            if row["state"] == "promoted":
+                self.observer.serving_version = row["version"]
 
     def _queue_samples(self) -> None:
         data, cache = self.config.data, cache_dir()
@@ -169,6 +170,12 @@ class Coordinator:
         for version in passed_over:
             self.ledger.set_version_state(version, "gated", "a newer version came before its turn")
         return self._export(newest)
+
+    async def abandon_canaries(self) -> None:
+        """A run that starts again does not go on with what was being tried when it ended."""
+        for row in self.ledger.versions():
+            if row["state"] == "canary":
+                self.ledger.set_version_state(row["version"], "rolled_back", "the run ended while it was being tried")
 
     async def newest_promoted(self) -> Export | None:
         """What the pool served last, for a resumed run."""

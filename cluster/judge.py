@@ -69,6 +69,7 @@ class Judge:
 
     async def _first(self) -> Export | None:
         """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""
+        await self.coordinator.abandon_canaries()
         known = await self.coordinator.newest_promoted()
         return known if known is not None else await self._next()
 

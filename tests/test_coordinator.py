@@ -202,6 +202,8 @@ def test_a_coordinator_that_starts_again_goes_on_from_the_ledger(make):
     second = make(train=4, held_out=1)
 
     async def after():
+        assert (await second.versions())[0]["state"] == "canary"  # its driver may be at it still
+        await second.abandon_canaries()
         assert (await second.versions())[0]["state"] == "rolled_back"
         # A delivery of before the restart is taken: its lease stands.
         assert set(await second.streamed([(lease.id, lease.attempt, 5) for lease in leases])) == {lease.id for lease in leases}
