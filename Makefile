@@ -22,7 +22,7 @@ $(VENV)/.complete: requirements/cpu.txt requirements/gpu.txt pyproject.toml scri
 	scripts/make-venv $(VENV) $(PYTHON)
 
 demo: venv
-	$(BIN)/torchspec-lite train configs/demo.yaml name=demo-$$(date +%m%d-%H%M)
+	$(BIN)/torchspec-lite train configs/demo.yaml name=$$([ -e runs/demo ] && date +demo-%m%d-%H%M%S || echo demo)
 
 test: venv
 	$(BIN)/python -m pytest
