@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.plain_reference import PlainDrafter, PlainTrainer
-from torchspec_lite.batch import Batch, pack, plan_rows
+from torchspec_lite.batch import Batch, pack, supervised_places
 from torchspec_lite.config import DrafterConfigSection, TrainerConfig
 from torchspec_lite.drafter import Drafter, init_drafter
 from torchspec_lite.optim import make_optimizers, update
@@ -88,7 +88,7 @@ class Fast:
         self.optimizers = make_optimizers(self.drafter, TrainerConfig())
 
     def batch(self) -> Batch:
-        return pack([self.sample], [teacher_statistics(self.sample.last, self.sample.mask, self.head, compile=True)])
+        return pack([self.sample], [teacher_statistics(self.sample.last, self.sample.mask, self.head)])
 
     def step(self) -> float:
         result = unroll_loss(self.drafter, self.head, self.batch(), self.case.steps, DECAY, dtype=self.head.lm_head.dtype,
@@ -116,29 +116,33 @@ class Plain:
 
 def least_work(case: Case) -> float:
     """Floating-point operations that the step's mathematics needs: products only, nothing computed twice."""
-    info, sample = TARGET, make_sample(case)
-    plan = plan_rows(sample.mask, torch.tensor([0, case.tokens]), case.steps)
-    rows, keys, width = [len(part.index) for part in plan.steps], len(plan.keys), info.num_attention_heads * info.head_dim
-    hidden, kv = info.hidden_size, 2 * info.num_key_value_heads * info.head_dim
+    info, mask = TARGET, make_sample(case).mask
+    places = supervised_places(mask, torch.tensor([0, case.tokens]), case.steps)  # [K, T]
+    later = places.flip(0).cummax(0).values.flip(0)                         # rows that a step must compute
+    rows = later.sum(1).tolist()
+    keys = int(later[0].nonzero().max()) + 1
+    tokens = int((later.sum(0) + torch.arange(case.tokens)).max()) + 1
+    pairs = int((later * torch.arange(1, case.tokens + 1)).sum())           # a row and a step-0 key that it sees
+    targets = int((mask[:-1] & mask[1:]).sum()) - 1                         # the first of them no row can predict
+    hidden, width = info.hidden_size, info.num_attention_heads * info.head_dim
+    kv = 2 * info.num_key_value_heads * info.head_dim
     layer = width * hidden + 3 * hidden * info.intermediate_size            # o_proj, gate, up, down
-    pairs = sum(int((part.limits + 1).sum()) for part in plan.steps)
-    targets = len(torch.unique(torch.cat([plan.live[plan.supervised[k]] + k for k in range(case.steps)])))
-    products = 2 * keys * 3 * hidden * hidden + 2 * len(plan.tokens) * hidden * (width + kv)  # frozen inputs: 2 products
+    products = 2 * keys * 3 * hidden * hidden + 2 * tokens * hidden * (width + kv)  # frozen inputs: 2 products, not 3
     products += 3 * (keys * hidden * kv + rows[0] * hidden * width + sum(rows[1:]) * hidden * (width + kv))
     products += 3 * (sum(rows) * layer + 2 * pairs * width)
-    products += 3 * int(plan.counts.sum()) * hidden * (case.vocabulary or info.vocab_size)
+    products += 3 * int(places.sum()) * hidden * (case.vocabulary or info.vocab_size)
     return 2.0 * (products + targets * hidden * info.vocab_size)
 
 
-def contest(contestants: dict, repetitions: int) -> dict[str, float]:
-    """Median seconds of each contestant's step; rounds of all are interleaved after two warming ones."""
+def contest(contestants: dict, repetitions: int, clock=time.perf_counter) -> dict[str, float]:
+    """Median seconds of each contestant's step; rounds of all are interleaved after a warming one."""
     seconds = {name: [] for name in contestants}
-    for number in range(repetitions + 2):
+    for number in range(repetitions + 1):
         for name, step in contestants.items():
-            start = time.perf_counter()
+            start = clock()
             step()
-            if number >= 2:
-                seconds[name].append(time.perf_counter() - start)
+            if number:
+                seconds[name].append(clock() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
@@ -158,12 +162,12 @@ def row(case: Case, seconds: float, rate: float) -> dict:
             "share_of_product_rate": round(work / seconds / rate, 3)}
 
 
-def measure(cases: list[Case], plain: list[Case], repetitions: int) -> tuple[list[dict], dict]:
+def measure(cases: list[Case], plain: list[Case], repetitions: int, clock) -> tuple[list[dict], dict]:
     """Rows of all cases, and the machine's product rates in FLOP/s."""
     contestants = product_steps()
     contestants |= {f"fast {case.name}": Fast(case).step for case in cases}
     contestants |= {f"plain {case.name}": Plain(case).step for case in plain}
-    seconds = contest(contestants, repetitions)
+    seconds = contest(contestants, repetitions, clock)
     rates = {name.split()[1]: 2 * SQUARE**3 / taken for name, taken in seconds.items() if name.startswith("product")}
     rows = [{"way": way} | row(case, seconds[f"{way} {case.name}"], rates[case.dtype])
             for way, chosen in (("fast", cases), ("plain", plain)) for case in chosen]
@@ -224,14 +228,16 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory by document length, up to --longest")
     parser.add_argument("--longest", type=int, default=32768)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--busy", action="store_true", help="for a machine that others use: one thread, its CPU seconds")
     options = parser.parse_args()
-    torch.set_num_threads(os.cpu_count())
+    torch.set_num_threads(1 if options.busy else os.cpu_count())
+    clock = time.thread_time if options.busy else time.perf_counter
     cases, plain = [HALF, LONG, QUARTER_PROMPT], [HALF, replace(HALF, dtype="float32"), LONG]
     if options.grid:
         cases += [case for case in GRID if case not in cases]
         plain += [case for case in GRID if case.tokens == 512 and case.vocabulary and case not in plain]
-    rows, rates = measure(cases, plain, options.repetitions)
-    report = {"machine": machine(), "product_gflop_per_s": {name: round(rate / 1e9) for name, rate in rates.items()},
+    rows, rates = measure(cases, plain, options.repetitions, clock)
+    report = {"machine": machine() | {"threads": torch.get_num_threads()}, "product_gflop_per_s": {name: round(rate / 1e9) for name, rate in rates.items()},
               "ratios": ratios(rows), "steps": rows}
     if options.memory:
         report["memory"] = memory_table(options.longest)

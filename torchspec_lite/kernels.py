@@ -1,4 +1,4 @@
-"""kernels.cpp built with this machine's compiler and called on CPU tensors.
+"""kernels_*.cpp built with this machine's compiler and called on CPU tensors.
 
 Compared with torch.compile on a CPU: built once in seconds instead of a minute, no shape is ever new, and no
 intermediate result goes through memory. `KERNELS` has each by the name of the PyTorch function that defines it, with
@@ -19,7 +19,8 @@ import torch
 
 from torchspec_lite.errors import UserError
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / f"kernels_{name}.cpp" for name in ("layer", "attention", "losses"))
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC", "-fopenmp")
 BUILD_LIMIT_S = 300.0
 TYPES = (torch.float32, torch.bfloat16)
@@ -39,7 +40,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """
     flags = (*FLAGS, "-DBF16") if dtype == torch.bfloat16 else FLAGS
     version = subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(SOURCE.read_bytes() + version + " ".join(flags).encode() + _processor()).hexdigest()[:16]
+    source = b"".join(path.read_bytes() for path in (FOLDER / "kernels.h", *SOURCES))
+    key = hashlib.sha256(source + version + " ".join(flags).encode() + _processor()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torchspec_lite"
     built = folder / f"kernels-{key}.so"
     if not built.exists():
@@ -47,8 +49,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as work:
             # Linked without -fopenmp: OpenMP's names are found in the library that torch has loaded, so that both share
             # one pool of threads.
-            for command in ([compiler(), *flags, "-c", str(SOURCE), "-o", f"{work}/kernels.o"],
-                            [compiler(), "-shared", f"{work}/kernels.o", "-o", f"{work}/kernels.so"]):
+            objects = [f"{work}/{path.stem}.o" for path in SOURCES]
+            commands = [[compiler(), *flags, "-c", str(path), "-o", to] for path, to in zip(SOURCES, objects, strict=True)]
+            for command in [*commands, [compiler(), "-shared", *objects, "-o", f"{work}/kernels.so"]]:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_LIMIT_S)
                 if done.returncode:
                     raise UserError(f"the CPU kernels did not build with {compiler()}; mend the compiler or set "
