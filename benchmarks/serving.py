@@ -47,10 +47,14 @@ def main() -> None:
     parser.add_argument("--swap-every", type=float, default=30, help="seconds between swaps")
     parser.add_argument("--replicas", type=int, default=1)
     options = parser.parse_args()
+    # What Ray and vLLM write goes to standard error, so that the result stands alone.
+    standard_output = os.dup(1)
+    os.dup2(2, 1)
     target = resolve_target(options.target)
     files = resolve_files(options.prompts, "held_out", cache_dir())
     result = soak(options, target, files) if options.soak else speedups(options, target, files)
     result |= {"machine": machine()}
+    os.dup2(standard_output, 1)
     if options.json:
         print(json.dumps(result))
     else:

@@ -90,7 +90,7 @@ class LiveReplica:
     """A `workers.server.Replica` on an event loop of its own; `run` waits for a coroutine made on it."""
 
     def __init__(self, config: Config, target: Path, version_dir: str, api_key: str | None = None):
-        os.environ.update(engine_env(1, 0))
+        os.environ.update(engine_env(1, 0, config.target.tensor_parallel_size))
         from workers.server import Replica
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)

@@ -200,6 +200,32 @@ def test_drafting_can_be_switched_off(on_fresh, target, versions):
     assert on_fresh.acceptance(lambda: probed(on_fresh, target))[1] > 100
 
 
+def test_two_ranks_swap_together_or_not_at_all(target, fresh, taught, versions, tmp_path, monkeypatch):
+    """Tensor parallelism: each rank reads its own shards back; one broken version leaves both ranks as they were."""
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    config = target.config()
+    config.target.tensor_parallel_size = 2
+    live = LiveReplica(config, target.path, versions["fresh"])
+    try:
+        first, second = live.replica.fingerprint.split(",")
+        assert first != second
+        for version, drafter in (("taught", taught), ("fresh", fresh)):
+            live.run(live.replica.swap(versions[version]))
+            found = probed(live, target)
+            assert [probe["token_ids"] for probe in found] == target.texts
+            equal, total = compare(target, drafter, found)
+            assert equal == total > 40
+        assert live.replica.fingerprint == f"{first},{second}"
+        bad = shutil.copytree(versions["taught"], tmp_path / "v000009")
+        spoil_nan(bad)
+        with pytest.raises(SwapRefused, match="rank 0: .*rank 1: "):
+            live.run(live.replica.swap(str(bad)))
+        assert compare(target, fresh, probed(live, target))[0] > 100
+    finally:
+        live.close()
+
+
 def test_a_head_equal_to_the_targets_is_never_shared_with_it(target, tmp_path):
     """EAGLE 3, whole vocabulary, started with the target's head: the next version must not write into the target."""
     flags = {"fc_norm": False, "norm_output": False, "draft_vocab_size": target.info.vocab_size}

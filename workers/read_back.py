@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 COLUMNS = 8
@@ -69,7 +69,7 @@ def _local_shard(module: nn.Module, parts: list[torch.Tensor]) -> torch.Tensor:
     if isinstance(module, VocabParallelEmbedding):
         rows = module.shard_indices
         return parts[0][rows.org_vocab_start_index:rows.org_vocab_end_index]
-    if module.tp_size == 1:
+    if module.tp_size == 1 or isinstance(module, ReplicatedLinear):
         return torch.cat(parts)
     if isinstance(module, RowParallelLinear):
         return parts[0].chunk(module.tp_size, dim=1)[module.tp_rank]
