@@ -210,8 +210,8 @@ LISTS = st.lists(st.integers(0, 2**48), max_size=20).map(tuple)
 TEXT = st.text(max_size=256)
 MESSAGES = st.one_of(
     st.builds(control.Hello, COUNT, TEXT, TEXT, COUNT, TEXT, COUNT, COUNT, COUNT, TEXT),
-    st.builds(control.Want, COUNT, TEXT, COUNT, COUNT, COUNT), st.builds(control.Data, COUNT),
-    st.builds(control.Handle, COUNT, COUNT, LISTS), st.builds(control.Welcome, TEXT, st.booleans(), LISTS),
+    st.builds(control.Want, COUNT, TEXT, COUNT, COUNT, COUNT, COUNT, LISTS), st.builds(control.Data, COUNT),
+    st.builds(control.Welcome, TEXT, st.booleans(), LISTS),
     st.builds(control.Grant, LISTS), st.builds(control.Refuse, COUNT, TEXT), st.builds(control.Ping))
 
 

@@ -1,5 +1,6 @@
 """The stream between real sockets: bounded, complete, and closed to whoever breaks its rules."""
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from tests.stream_peers import (
 )
 from torchspec_lite import control
 from torchspec_lite.errors import UserError
+from torchspec_lite.shared_slots import SharedSlots, host_identity
 from torchspec_lite.stream import Receiver, SampleError, StreamError, StreamTimeout
 from torchspec_lite.wire import VERSION, encode
 
@@ -244,6 +246,33 @@ def test_junk_cuts_its_sender_off(closing, junk):
     stranger.socket.send(junk)
     assert stranger.is_cut()
     assert closing(Stranger(receiver.endpoint)).hello(epoch=2).reason.startswith("control: ")
+
+
+def test_asking_twice_for_one_sample_cuts_its_sender_off(closing):
+    receiver = receiver_of(closing, budget=room_for(1))
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.hello()
+    for i in range(2):
+        stranger.say(control.Want(1, f"s{i}", 0, 3, 2**30 if i else 1000))
+    assert stranger.is_cut()
+    assert receiver.stats().granted_bytes == 0
+
+
+@pytest.mark.parametrize("pid, offset", [(0, 64), (os.getpid(), 2**20), (os.getpid(), 65), (os.getpid(), 0)])
+def test_a_place_outside_the_shared_memory_is_not_read(closing, pid, offset):
+    receiver = receiver_of(closing, shared=True)
+    slots = closing(SharedSlots(2**16))
+    stranger = closing(Stranger(receiver.endpoint))
+    welcome = stranger.hello(host=host_identity(), pid=pid, fd=slots.fd, size=slots.size, nonce=slots.nonce.hex())
+    assert welcome.shared == (pid != 0)
+    stranger.say(control.Want(1, "s1", 0, 1, 1000, offset, (1000,)))
+    if welcome.shared:
+        assert "outside the shared memory" in stranger.hear(control.Refuse).reason
+    else:
+        assert stranger.is_cut()
+    sender_of(closing, receiver.endpoint).send(make_sample(5))
+    assert take(receiver, 1) == [5]
+    assert receiver.stats().held_bytes + receiver.stats().granted_bytes == 0
 
 
 def test_frame_beyond_the_limit_is_cut_off_before_it_is_read(closing):

@@ -33,13 +33,19 @@ class Hello:
 
 @dataclass(frozen=True)
 class Want:
-    """Asks for credit for one sample."""
+    """Asks for credit for one sample.
+
+    With `lengths`, its frames lie in the sender's shared memory at `offset`, one after the other, each aligned to 64
+    bytes: the receiver reads them there once there is credit, without a Grant.
+    """
 
     seq: int
     id: str
     attempt: int
     ordinal: int
     nbytes: int
+    offset: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,6 @@ class Data:
     """The sample's frames follow in the same message."""
 
     seq: int
-
-
-@dataclass(frozen=True)
-class Handle:
-    """The sample's frames lie in the sender's shared memory, one after the other, each aligned to 64 bytes."""
-
-    seq: int
-    offset: int
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Grant:
-    """Credit for these samples."""
+    """Credit for these samples: send their frames."""
 
     seqs: tuple[int, ...]
 
@@ -120,7 +117,7 @@ class Banned:
     reason: str
 
 
-KINDS = {b"h": Hello, b"w": Want, b"d": Data, b"s": Handle, b"p": Ping, b"b": Bye, b"W": Welcome, b"G": Grant,
+KINDS = {b"h": Hello, b"w": Want, b"d": Data, b"p": Ping, b"b": Bye, b"W": Welcome, b"G": Grant,
          b"A": Ack, b"F": Free, b"R": Refuse, b"Y": Resync, b"X": Banned}
 BYTES = {message: kind for kind, message in KINDS.items()}
 LIMITS = {"attempt": MAX_COUNT, "ordinal": MAX_ORDINAL, "nbytes": MAX_BYTES, "offset": MAX_BYTES, "size": MAX_BYTES}

@@ -14,6 +14,7 @@ class KnownSender:
     name: str
     session: str
     epoch: int
+    number: int  # file descriptor of the connection, -1 if unknown
     remote: tuple | None  # far end of the connection
     heard: float
     memory: memoryview | None

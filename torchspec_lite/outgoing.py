@@ -7,7 +7,7 @@ from torchspec_lite.shared_slots import Slot
 
 @dataclass
 class OutgoingSample:
-    """A sample on its way: new → wanted → sent → (in shared memory) handed → gone."""
+    """A sample on its way: new → wanted → sent → gone; in shared memory: new → wanted → handed → gone."""
 
     seq: int
     id: str

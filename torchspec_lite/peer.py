@@ -18,19 +18,24 @@ class StreamTimeout(StreamError, TimeoutError):
 
 
 class Wakeup:
-    """Wakes a thread that polls `fd`, from any other thread."""
+    """Wakes a thread that polls `fd`, from any other thread; calls that it has not noticed yet cost nothing."""
 
     def __init__(self):
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._called = False
 
     def set(self) -> None:
-        os.eventfd_write(self.fd, 1)
+        if not self._called:
+            self._called = True
+            os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
+        """Called before looking for what there is to do; a call after that wakes the thread again."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             pass  # nobody called since the last time
+        self._called = False
 
     def close(self) -> None:
         os.close(self.fd)

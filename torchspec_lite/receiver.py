@@ -3,12 +3,13 @@
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 
 import zmq
 
 from torchspec_lite import control
+from torchspec_lite.admission import Recent, announced_sample, length_problem, version_problem
 from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ReceiverKeys, zap_reply
@@ -16,14 +17,15 @@ from torchspec_lite.known_sender import HeldSample, KnownSender
 from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain
 from torchspec_lite.router import bound_endpoint, descriptor, open_router, remote_of, shut_down
 from torchspec_lite.sample import Expectation, Sample, SampleError
-from torchspec_lite.shared_slots import attach, copy_frames, host_identity, layout, private_slots, slot_bytes
-from torchspec_lite.stream_stats import Event, ReceiverStats, SenderView
-from torchspec_lite.wire import VERSION, WireError, decode
+from torchspec_lite.shared_slots import attach, host_identity, layout, private_slots, slot_bytes
+from torchspec_lite.stream_stats import Event, ReceiverStats, SenderView, receiver_waits_for
+from torchspec_lite.wire import WireError
 
 MAX_SENDERS = 1024
 MAX_SAMPLES = control.MAX_LIST
 REMEMBERED = 65536  # (id, attempt) of samples taken, to know one that comes again
 MAX_EVENTS = 4096  # unread events beyond which no credit is given
+ROUND_BYTES = 8 * 2**20  # of samples, after which those that came are acknowledged and the socket is looked at again
 
 
 class Receiver:
@@ -52,12 +54,15 @@ class Receiver:
         self._pool = private_slots(self._credits.budget_bytes)
         self._ready: deque[Sample] = deque()
         self._held: dict[Sample, HeldSample] = {}
+        self._readable: deque[tuple[KnownSender, int]] = deque()  # (sender, seq) with credit, in shared memory
+        self._arrived: dict[bytes, list[int]] = {}  # by address: seqs to acknowledge after this round
+        self._round_bytes = 0
         self._freed: deque[tuple[str, int]] = deque()  # (session, seq) to tell; bounded by max_samples
         self._events: deque[Event] = deque()
-        self._taken: OrderedDict[tuple[str, int], tuple[str, int]] = OrderedDict()
+        self._taken = Recent(REMEMBERED)  # (id, attempt): (session, seq)
         self._peers: dict[bytes, KnownSender] = {}  # by address
         self._sessions: dict[str, KnownSender] = {}
-        self._banned: OrderedDict[str, str] = OrderedDict()  # session: reason
+        self._banned = Recent(MAX_SENDERS)  # session: reason
         self._counts = {"received": 0, "bytes": 0, "rejected": 0, "duplicate": 0}
         self._rate = Rate()
         self._error: StreamError | None = None
@@ -132,14 +137,8 @@ class Receiver:
 
     def _waiting_for(self) -> str:
         wanted = sum(self._credits.account(peer.session).wanted_samples for peer in self._peers.values())
-        if not self._peers:
-            return f"no target is connected to {self.endpoint}"
-        if self._ready:
-            return f"{len(self._ready)} samples wait for the trainer"
-        if wanted:
-            return (f"{len(self._peers)} targets wait with {wanted} samples for the trainer to release some of the "
-                    f"{self._credits.held_samples} it holds")
-        return f"the trainer waits for {len(self._peers)} connected targets, which have nothing ready"
+        return receiver_waits_for(self.endpoint, len(self._peers), len(self._ready), wanted,
+                                  self._credits.held_samples)
 
     # The thread's side
 
@@ -163,8 +162,9 @@ class Receiver:
             self._context.destroy(linger=200)
 
     def _step(self, poller: zmq.Poller) -> None:
-        timeout = max(0.0, self._ping_at - time.monotonic())
-        ready = {source for source, _ in poller.poll(int(timeout * 1000) + 1)}
+        timeout = int(max(0.0, self._ping_at - time.monotonic()) * 1000) + 1
+        ready = {source for source, _ in poller.poll(0 if self._readable else timeout)}
+        self._round_bytes = 0
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         if self._zap and self._zap in ready:
@@ -173,10 +173,15 @@ class Receiver:
         if self._socket in ready:
             for message in drain(self._socket, copy=False):
                 self._on_message(message)
+                if self._round_bytes > ROUND_BYTES:
+                    break
         if time.monotonic() >= self._ping_at:
             self._beat()
-        self._tell_freed()
         self._give_credit()
+        while self._readable and self._round_bytes <= ROUND_BYTES:
+            self._read(*self._readable.popleft())
+        self._acknowledge()
+        self._tell_freed()
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -186,6 +191,12 @@ class Receiver:
             else:
                 self._say(peer.address, control.Ping())
         self._ping_at = now + self._heartbeat_s
+
+    def _acknowledge(self) -> None:
+        """Goes before `_tell_freed`: a sender must hear of a sample that it was taken before it hears that it left."""
+        arrived, self._arrived = self._arrived, {}
+        for address, seqs in arrived.items():
+            self._say(address, control.Ack(tuple(seqs)))
 
     def _tell_freed(self) -> None:
         with self._lock:
@@ -200,9 +211,20 @@ class Receiver:
     def _give_credit(self) -> None:
         with self._lock:
             given = self._credits.grant() if len(self._events) < MAX_EVENTS else {}
-            grants = [(self._sessions[session].address, seqs) for session, seqs in given.items()]
-        for address, seqs in grants:
-            self._say(address, control.Grant(tuple(seqs)))
+            grants = [(self._sessions[session], seqs) for session, seqs in given.items()]
+        for peer, seqs in grants:
+            self._readable.extend((peer, seq) for seq in seqs if peer.wants[seq].lengths)
+            if to_send := tuple(seq for seq in seqs if not peer.wants[seq].lengths):
+                self._say(peer.address, control.Grant(to_send))
+
+    def _read(self, peer: KnownSender, seq: int) -> None:
+        """Take a sample out of its sender's memory, if that sender still is there and has not sent it meanwhile."""
+        if self._peers.get(peer.address) is not peer or seq not in peer.wants:
+            return
+        try:
+            self._on_sample(peer, seq, peer.wants[seq].lengths)
+        except WireError as error:
+            self._ban(peer, peer.address, str(error), peer.number)
 
     def _on_message(self, message: list[zmq.Frame]) -> None:
         address = message[0].bytes
@@ -224,9 +246,7 @@ class Receiver:
             case control.Data():
                 self._on_sample(peer, request.seq, [frame.nbytes for frame in frames], frames)
                 return
-            case control.Handle() if peer.memory is not None:
-                self._on_sample(peer, request.seq, request.lengths, None, request.offset)
-            case control.Want():
+            case control.Want() if peer.memory is not None or not request.lengths:
                 self._on_want(peer, request)
             case control.Bye():
                 self._lose(peer, request.reason)
@@ -244,18 +264,12 @@ class Receiver:
             self._cut(descriptor(message[-1]))
 
     def _on_hello(self, address: bytes, hello: control.Hello, number: int) -> None:
-        refusal = ""
-        if hello.version != VERSION:
-            age = "newer" if hello.version > VERSION else "older"
-            refusal = (f"version: {hello.name} speaks wire version {hello.version}, {age} than this receiver's "
-                       f"{VERSION}; run the same release on every node")
-        elif hello.session in self._banned:
-            refusal = self._banned[hello.session]
-        elif len(self._peers) >= MAX_SENDERS and hello.session not in self._sessions:
+        refusal = version_problem(hello) or self._banned.get(hello.session, "")
+        if not refusal and len(self._peers) >= MAX_SENDERS and hello.session not in self._sessions:
             refusal = f"full: {MAX_SENDERS} senders are connected"
         if refusal:
-            self._say(address, control.Banned(refusal))
             self._note(Event("banned", hello.name, refusal))
+            self._say(address, control.Banned(refusal))
             return
         known = self._sessions.get(hello.session)
         if known and known.epoch >= hello.epoch:
@@ -267,8 +281,8 @@ class Receiver:
             if known:
                 self._credits.forget(known.session)
                 del self._peers[known.address]
-            peer = KnownSender(address, hello.name, hello.session, hello.epoch, remote_of(number), time.monotonic(),
-                               memory)
+            peer = KnownSender(address, hello.name, hello.session, hello.epoch, number, remote_of(number),
+                               time.monotonic(), memory)
             self._peers[address] = self._sessions[hello.session] = peer
             held = tuple(held.seq for held in self._held.values()
                          if held.slot is None and held.session == hello.session)
@@ -276,6 +290,8 @@ class Receiver:
         self._note(Event("joined", hello.name, "reconnected" if known else "connected"))
 
     def _on_want(self, peer: KnownSender, want: control.Want) -> None:
+        if want.seq in peer.wants:
+            raise WireError("control", f"credit for {want.seq} was asked for twice")
         owner = self._taken.get((want.id, want.attempt))
         if owner == (peer.session, want.seq):  # its acknowledgement was lost
             self._say(peer.address, control.Ack((want.seq,)))
@@ -285,9 +301,8 @@ class Receiver:
                 self._say(peer.address, control.Free((want.seq,)))
         elif owner:
             self._refuse(peer, want, "duplicate: this attempt was received already")
-        elif want.nbytes > self._expect.max_sample_bytes():
-            self._refuse(peer, want, f"too_long: {want.nbytes} bytes, this receiver takes "
-                                     f"{self._expect.max_sample_bytes()} ({self._expect.max_tokens} tokens)")
+        elif problem := length_problem(want, self._expect):
+            self._refuse(peer, want, problem)
         else:
             with self._lock:
                 problem = self._credits.want(peer.session, want.seq, want.ordinal, want.nbytes)
@@ -295,8 +310,7 @@ class Receiver:
             if problem:
                 self._refuse(peer, want, problem)
 
-    def _on_sample(self, peer: KnownSender, seq: int, lengths, frames: list[memoryview] | None,
-                   offset: int = 0) -> None:
+    def _on_sample(self, peer: KnownSender, seq: int, lengths, frames: list[memoryview] | None = None) -> None:
         """Frames that came over the socket, or (None) that lie in the sender's memory."""
         nbytes, slot = sum(lengths), None
         with self._lock:
@@ -305,13 +319,18 @@ class Receiver:
                 slot = self._pool.allocate(slot_bytes(lengths))
         if granted is None:
             raise WireError("flood", f"{peer.name} sent a sample without credit")
+        self._round_bytes += granted
         want = peer.wants[seq]
         try:
             if granted != nbytes:
                 raise WireError("length", f"{nbytes} bytes, credit was asked for {granted}")
-            if slot:  # out of ZeroMQ's allocations, which would fragment and outgrow the budget
-                frames = copy_frames(frames, self._pool.views(slot, lengths))
-            sample = self._checked(want, layout(peer.memory, offset, lengths) if frames is None else frames)
+            if (want.id, want.attempt) in self._taken:
+                raise WireError("duplicate", "this attempt was received already")
+            # Out of ZeroMQ's allocations, which would fragment and outgrow the budget
+            into = self._pool.views(slot, lengths) if slot else None
+            if frames is None:
+                frames = layout(peer.memory, want.offset, lengths)
+            sample = announced_sample(want, frames, into, self._expect)
         except (SampleError, ValueError) as error:
             with self._lock:
                 self._credits.release(granted)
@@ -330,18 +349,7 @@ class Receiver:
         peer.samples += 1
         peer.bytes += nbytes
         self._taken[want.id, want.attempt] = (peer.session, seq)
-        if len(self._taken) > REMEMBERED:
-            self._taken.popitem(last=False)
-        self._say(peer.address, control.Ack((seq,)))
-
-    def _checked(self, want: control.Want, frames: list[memoryview]) -> Sample:
-        if (want.id, want.attempt) in self._taken:
-            raise WireError("duplicate", "this attempt was received already")
-        sample = decode(frames)
-        if (sample.id, sample.attempt, sample.ordinal) != (want.id, want.attempt, want.ordinal):
-            raise WireError("mismatch", f"credit was asked for {want.id} attempt {want.attempt}, another sample came")
-        self._expect.check(sample)
-        return sample
+        self._arrived.setdefault(peer.address, []).append(seq)
 
     def _refuse(self, peer: KnownSender, want: control.Want, reason: str) -> None:
         if len(self._events) >= 2 * MAX_EVENTS:
@@ -364,8 +372,6 @@ class Receiver:
         self._say(address, control.Banned(reason))
         if peer:
             self._banned[peer.session] = reason
-            if len(self._banned) > MAX_SENDERS:
-                self._banned.popitem(last=False)
             self._lose(peer, reason)
             self._note(Event("banned", peer.name, reason))
         self._cut(number)

@@ -297,7 +297,8 @@ class Sender:
                     pass
                 case _:
                     raise WireError("control", f"{self.endpoint} sent what only a sender says")
-            self._lock.notify_all()
+            if not isinstance(message, control.Grant | control.Ping):  # they make no room
+                self._lock.notify_all()
 
     def _on_welcome(self, message: control.Welcome) -> None:
         held = set(message.held) if message.session == self._receiver_session else set()
@@ -317,14 +318,9 @@ class Sender:
         if item is None or item.state != "wanted":
             return
         self._open_wants -= 1
-        item.by_handle = self._shared and item.slot is not None
-        if item.by_handle:
-            lengths = tuple(len(frame) for frame in item.frames)
-            sent = self._say(control.Handle(item.seq, item.slot.offset, lengths))
-        else:
-            sent = self._say(control.Data(item.seq), item.frames)
+        item.by_handle = False
         item.state = "sent"  # if there is no connection just now, the next Welcome makes it new again
-        if sent:
+        if self._say(control.Data(item.seq), item.frames):
             self._counts["resent"] += item.sends > 0
             item.sends += 1
 
@@ -360,8 +356,13 @@ class Sender:
         with self._lock:
             while self._new and self._open_wants < MAX_OPEN_WANTS:
                 item = self._new[0]
-                if not self._say(control.Want(item.seq, item.id, item.attempt, item.ordinal, item.nbytes)):
+                item.by_handle = self._shared and item.slot is not None
+                place = (item.slot.offset, tuple(len(frame) for frame in item.frames)) if item.by_handle else ()
+                if not self._say(control.Want(item.seq, item.id, item.attempt, item.ordinal, item.nbytes, *place)):
                     return
+                if item.by_handle:
+                    self._counts["resent"] += item.sends > 0
+                    item.sends += 1
                 self._new.popleft()
                 item.state = "wanted"
                 self._open_wants += 1

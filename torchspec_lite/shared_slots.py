@@ -13,8 +13,6 @@ import os
 import secrets
 from dataclasses import dataclass
 
-import numpy as np
-
 NAME = "torchspec-lite"
 ALIGN = 64
 NONCE = 32  # bytes at the start of the memory, to know it again from the other side
@@ -106,13 +104,6 @@ def layout(memory: memoryview, offset: int, lengths) -> list[memoryview]:
     for length in lengths:
         views.append(memory[offset : offset + length])
         offset += _aligned(length)
-    return views
-
-
-def copy_frames(frames: list[memoryview], views: list[memoryview]) -> list[memoryview]:
-    """Fill the views with the frames, without holding Python's lock."""
-    for frame, view in zip(frames, views, strict=True):
-        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(frame, np.uint8))
     return views
 
 

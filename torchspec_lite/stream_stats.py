@@ -80,3 +80,14 @@ class SenderStats:
     bytes_per_s: float
     blocked_s: float
     waiting_for: str
+
+
+def receiver_waits_for(endpoint: str, targets: int, ready: int, wanted: int, held: int) -> str:
+    """Who waits for whom at a receiver: samples `ready` for its owner, `wanted` by targets, `held` by its owner."""
+    if not targets:
+        return f"no target is connected to {endpoint}"
+    if ready:
+        return f"{ready} samples wait for the trainer"
+    if wanted:
+        return f"{targets} targets wait with {wanted} samples for the trainer to release some of the {held} it holds"
+    return f"the trainer waits for {targets} connected targets, which have nothing ready"

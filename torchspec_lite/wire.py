@@ -29,6 +29,8 @@ MAX_TOKENS = 2**21
 MAX_HIDDEN = 2**17
 FRAMES = 4
 CHUNK = 512 * 1024  # bytes hashed, copied or scanned at once, so that the second pass finds them in the cache
+LIMITS = {"attempt": (0, MAX_COUNT), "ordinal": (0, MAX_ORDINAL), "tokens": (2, MAX_TOKENS), "hidden": (1, MAX_HIDDEN),
+          "prelude": (0, MAX_PRELUDE), "final_token": (0, MAX_COUNT), "final_mask": (0, 1)}
 LAYER_CONVENTION = "entering_layer"
 LAST_NORM = "pre"
 ARROW_TYPES = {"bfloat16": pa.uint16(), "float16": pa.float16(), "float32": pa.float32()}
@@ -111,8 +113,10 @@ def encode(sample: Sample) -> Encoded:
     return Encoded(frames, sum(len(frame) for frame in frames))
 
 
-def decode(frames: list[memoryview]) -> Sample:
+def decode(frames: list[memoryview], into: list[memoryview] | None = None) -> Sample:
     """Check frames and give the sample that shares their memory (writable, so that torch takes it).
+
+    With `into`, views of the frames' lengths, the states are copied there, and the sample shares that memory.
 
     Raises WireError, kind one of `frames`, `version`, `header`, `length`, `checksum`, or SampleError for a sample
     that is not sound (`shape`, `mask`, `token`, `no_supervision`, `not_finite`, …).
@@ -124,7 +128,7 @@ def decode(frames: list[memoryview]) -> Sample:
     if lengths != header.lengths():
         raise WireError("length", f"frames of {lengths} bytes, the header says {header.lengths()}")
     rows, layers, dtype = header.tokens - 1, len(header.layer_ids), DTYPES[header.dtype]
-    _verify(frames, dtype)
+    frames = _verify(frames, dtype, into or frames)
     small = np.frombuffer(frames[1], np.uint8)
     start, middle = header.prelude, header.prelude + _padded(4 * rows)
     token_ids = np.append(small[start : start + 4 * rows].view(np.int32), np.int32(header.final_token))
@@ -153,23 +157,19 @@ def read_header(frame: memoryview) -> Header:
     if length != frame.nbytes - PREFIX.size:
         raise WireError("header", "its length does not match its frame")
     try:
-        values = json.loads(bytes(frame[PREFIX.size :]))
+        values = json.loads(str(frame[PREFIX.size :], "utf-8"))
     except (ValueError, RecursionError) as error:
         raise WireError("header", "not valid JSON") from error
     return _header(values)
 
 
 def _header(values) -> Header:
-    names = list(Header.__dataclass_fields__)
-    if not isinstance(values, dict) or sorted(values) != sorted(names):
+    if not isinstance(values, dict) or values.keys() != Header.__dataclass_fields__.keys():
         raise WireError("header", "fields differ from this version's")
     for name in ("id", "purpose", "fingerprint", "layer_convention", "last_norm", "dtype"):
         if type(values[name]) is not str:
             raise WireError("header", f"{name} is not text")
-    limits = {"attempt": (0, MAX_COUNT), "ordinal": (0, MAX_ORDINAL), "tokens": (2, MAX_TOKENS),
-              "hidden": (1, MAX_HIDDEN), "prelude": (0, MAX_PRELUDE), "final_token": (0, MAX_COUNT),
-              "final_mask": (0, 1)}
-    for name, (low, high) in limits.items():
+    for name, (low, high) in LIMITS.items():
         if type(values[name]) is not int or not low <= values[name] <= high:
             raise WireError("header", f"{name} is not an integer from {low} to {high}")
     ids = values["layer_ids"]
@@ -184,21 +184,27 @@ def _header(values) -> Header:
     return Header(**(values | {"layer_ids": tuple(ids)}))
 
 
-def _verify(frames: list[memoryview], dtype: torch.dtype) -> None:
-    """Compare the checksum and look for NaN and infinity, in one pass over memory."""
+def _verify(frames: list[memoryview], dtype: torch.dtype, into: list[memoryview]) -> list[memoryview]:
+    """Compare the checksum and look for NaN and infinity, copying the states if they lie elsewhere, in one pass.
+
+    Returns the frames to use, their states where `into` says.
+    """
     expected = PREFIX.unpack_from(frames[0])[3]
     digest = xxhash.xxh3_64(frames[0][PREFIX.size :])
     digest.update(frames[1])
     finite = True
-    for frame in frames[2:]:
+    for frame, target in zip(frames[2:], into[2:], strict=True):
         for start in range(0, frame.nbytes, CHUNK):
-            chunk = frame[start : start + CHUNK]
+            chunk = target[start : start + CHUNK]
+            if target is not frame:  # what was copied is checked
+                np.copyto(np.frombuffer(chunk, np.uint8), np.frombuffer(frame[start : start + CHUNK], np.uint8))
             digest.update(chunk)
             finite = finite and _finite(chunk, dtype)
     if digest.intdigest() != expected:
         raise WireError("checksum", "the bytes differ from those that were sent")
     if not finite:
         raise SampleError("not_finite", "the states hold NaN or infinity")
+    return [*frames[:2], *into[2:]]
 
 
 def _finite(chunk: memoryview, dtype: torch.dtype) -> bool:
