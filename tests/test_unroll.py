@@ -132,6 +132,15 @@ def test_loss_and_gradients_are_the_plain_ones(steps, config, compile, recompute
     assert int(result.rounds) == len(rounds)
 
 
+def test_rows_that_fill_up_a_later_step_do_not_count():
+    """72, 60 and 48 places: step 1 is filled up to 64 rows with copies, which read an own key's gradient as well."""
+    drafter, head, samples = make_drafter(), make_head(), make_samples(("1" * 8,) * 12)
+    plain(drafter, head, samples, 3)[0].backward()
+    expected = gradients(drafter)
+    unroll_loss(drafter, head, make_batch(samples, head), 3, DECAY, dtype=torch.float32, compile=False).loss.backward()
+    assert worst(gradients(drafter), expected) < 1e-5
+
+
 @pytest.mark.parametrize("compile", (False, True))
 @pytest.mark.parametrize("loss", ("total_variation", "log_acceptance"))
 def test_losses_that_target_acceptance(loss, compile):

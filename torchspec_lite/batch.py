@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchspec_lite.drafter import DrafterConfig
 from torchspec_lite.teacher import TeacherStatistics
 
 ROUND = 64              # rows are counted in multiples of this
@@ -56,6 +57,14 @@ def pack(samples: Sequence, statistics: Sequence[TeacherStatistics], device: tor
                  argmax.to(device))
 
 
+def empty_batch(config: DrafterConfig, device: torch.device | str = "cpu") -> Batch:
+    """A batch without documents: its loss is 0 and so are its gradients."""
+    whole, real = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+    width = config.target_hidden_size
+    return Batch(whole, whole.bool(), real.view(0, 1, 1).expand(0, len(config.layer_ids), width),
+                 real.view(0, 1).expand(0, width), torch.zeros(1, dtype=torch.int64), real, whole)
+
+
 def supervised_places(mask: torch.Tensor, document_starts: torch.Tensor, steps: int) -> torch.Tensor:
     """Bool [K, T]: whether row t is supervised at step k.
 
@@ -92,6 +101,7 @@ class Rows:
     positions: torch.Tensor             # [R] RoPE position
     firsts: torch.Tensor                # [R] first step-0 key that it sees, as a place in Plan.keys
     limits: torch.Tensor                # [R] last one
+    real: int                           # rows before the copies that fill up
     blocks: list[tuple[int, int, int, int]]  # attention blocks: rows [a, b) see keys within [c, d)
 
 
@@ -144,17 +154,18 @@ def plan_rows(mask: torch.Tensor, document_starts: torch.Tensor, steps: int,
     keys, key_positions, key_tokens, tokens = map(round_up, (keys, key_positions, key_tokens, tokens))
     rows, previous = [], None
     for k in range(int(depth.max()) if real else 0):
-        index, kept = round_up((depth > k).nonzero().squeeze(1)), None
+        chosen = (depth > k).nonzero().squeeze(1)
+        index, kept = round_up(chosen), None
         if previous is None:
-            index = torch.arange(len(live))
+            index, count = torch.arange(len(live)), real
         elif len(index) == len(previous):
             index = previous
         else:
-            kept = torch.searchsorted(previous, index).to(device)
+            count, kept = len(chosen), torch.searchsorted(previous, index).to(device)
         limits = firsts[index] + position[index]
         blocks = _blocks(firsts[index].tolist(), limits.tolist(), len(keys))
         parts = torch.minimum(token[index] + k, token_end[index]), position[index] + k, firsts[index], limits
-        rows.append(Rows(index.to(device), kept, *(part.to(device) for part in parts), blocks))
+        rows.append(Rows(index.to(device), kept, *(part.to(device) for part in parts), count, blocks))
         previous = index
     parts = keys, key_positions, key_tokens, tokens, live, firsts + position
     return Plan(*(part.to(device) for part in parts), rows, supervised, places.sum(1))

@@ -47,9 +47,10 @@ def summary(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def first_largest(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """The place [C] int64 of the first maximum, like argmax; top [C, 1] is the maximum. Vectorises where argmax does not."""
+    """The place [C] int64 of the first maximum, like argmax; top [C, 1] is the maximum. Vectorises where argmax does not.
+    A row with a NaN gives its last place."""
     columns = torch.arange(x.shape[-1], device=x.device, dtype=torch.float32)
-    return torch.where(x == top, columns, float(1 << 24)).amin(-1).long()
+    return torch.where(x == top, columns, float(1 << 24)).amin(-1).long().clamp_max(x.shape[-1] - 1)
 
 
 def normed(last: torch.Tensor, head: FrozenHead, dtype: torch.dtype) -> torch.Tensor:

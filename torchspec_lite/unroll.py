@@ -271,6 +271,8 @@ class _Chain:
             else:
                 keys, values = (
                     grad[OWN + k - 1].index_select(1, part.index) for grad in (own_key_gradient, own_value_gradient))
+                # A copy reads the gradient of the row that it is a copy of, which would count again.
+                keys[:, part.real:] = values[:, part.real:] = 0
                 tokens, around = part.tokens, slope
             qkv = self.call(layer.split_rotate_backward, queries, keys, values, kept.cos, kept.sin)
             products.add("qkv", qkv, kept.normed)
