@@ -1,9 +1,9 @@
 """Which recipe learns most from the same stream: acceptance on prompts never trained on, by tokens and processor time.
 
-`python -m benchmarks.recipes --samples FILE` captures configs/demo.yaml's prompts once with the product's target worker,
-then plays them to each recipe in the run's order, through the trainer's own buffer, learner and learning rates. A recipe
-is a quoted list of overrides of that config, `'trainer.learning_rate=3e-3 trainer.reuse=2'`; without any, RECIPES are
-compared. Processor seconds are counted, not time on the wall, so a busy machine changes nothing but the wait.
+`python -m benchmarks.recipes --samples FILE` captures configs/demo.yaml's prompts once with the product's target
+worker, then plays them to each recipe in the run's order, through the trainer's own buffer, learner and learning
+rates. A recipe is a quoted list of overrides of that config, `'trainer.learning_rate=3e-3 trainer.reuse=2'`; without
+any, RECIPES are compared. Processor seconds are counted, not time on the wall, so that a busy machine matters little.
 """
 
 import argparse
