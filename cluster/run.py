@@ -78,7 +78,7 @@ async def story(run: Run) -> tuple[dict, str]:
         state = "stopped" if interrupted.is_set() else "finished"
         account = await coordinator.account.remote()
         return summarize(run.config.run_dir, state, account, trained, *judging.result(),
-                         time.time() - run.started, next_command(run.config))
+                         time.time() - run.started, run.config.profile, next_command(run.config))
     except BaseExceptionGroup as errors:
         found = cause_of(errors)
         reason = one_line(found)

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from torchspec_lite.acceptance import Counts
 
+WAIT = {"wait": "wait for data"}
+"""Phases whose name says too little on a page for people."""
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -15,8 +18,8 @@ class Measurement:
 
 
 def summarize(run_dir: Path, state: str, account: dict, trained: dict, before: Measurement | None,
-              after: Measurement | None, predicted: float | None, seconds: float, next_command: str) -> tuple[dict, str]:
-    """The closing object and the closing page of a run."""
+              after: Measurement | None, predicted: float | None, seconds: float, profiled: bool, next_command: str) -> tuple[dict, str]:
+    """The closing object and the closing page of a run. The page of a `profiled` one says where the time went."""
     samples = account["samples"]
     settled = samples["durable"] + samples["rejected"] + samples["queued"]
     values = {
@@ -24,16 +27,17 @@ def summarize(run_dir: Path, state: str, account: dict, trained: dict, before: M
         "samples": samples, "balanced": settled == samples["all"], "rejected": account["reasons"],
         "drafter": {"version": trained["version"], "step": trained["step"]}, "tokens_trained": trained["tokens"],
         "phases": {name: round(seconds, 1) for name, seconds in trained["phases"].items()},
+        "trace": trained["trace"],
         "acceptance": {
             "served_before": before.counts.acceptance_length if before else None,
             "served_after": after.counts.acceptance_length if after else None, "predicted": predicted,
             "per_position_before": list(before.counts.per_position) if before else None,
             "per_position_after": list(after.counts.per_position) if after else None},
     }
-    return values, "\n".join(_page(values, before, after, next_command))
+    return values, "\n".join(_page(values, before, after, profiled, next_command))
 
 
-def _page(values, before, after, next_command):
+def _page(values, before, after, profiled, next_command):
     samples = values["samples"]
     if before and after:
         positions = len(after.counts.per_position)
@@ -51,5 +55,15 @@ def _page(values, before, after, next_command):
         yield f"  rejected, {reason}: {number}"
     yield (f"{values['state']} after {values['seconds'] / 60:.1f} minutes: step {values['drafter']['step']}, version "
            f"{values['drafter']['version']}, {values['tokens_trained']:,} tokens trained")
+    if profiled:
+        yield from _profile(values)
     yield f"run directory: {values['run_dir']}"
     yield f"next: {next_command}"
+
+
+def _profile(values):
+    total = sum(values["phases"].values())
+    yield "time of trainer rank 0 by phase"
+    for name, seconds in values["phases"].items():
+        yield f"  {WAIT.get(name, name):<14}{seconds:>9.1f} s{seconds / max(total, 0.1):>8.1%}"
+    yield f"trace: {values['trace'] or 'none, the run had too few optimizer steps'}"

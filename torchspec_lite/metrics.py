@@ -61,7 +61,8 @@ METRICS: dict[str, Metric] = {
         _gauge("grad_norm", "", "Gradient norm before it is cut."),
         _counter("optimizer_steps_total", "steps", "Optimizer steps taken."),
         _counter("skipped_steps_total", "steps", "Optimizer steps skipped for a non-finite gradient."),
-        _counter("phase_seconds_total", "seconds", "Time of trainer rank 0 spent in each phase.", "phase"),
+        _counter("phase_seconds_total", "seconds", "Time of trainer rank 0 spent in each phase: wait, teacher, forward, backward, "
+                 "optimizer, export, restore.", "phase"),
         # acceptance length: tokens for each target forward, the bonus token included
         _gauge("predicted_acceptance_length", "tokens", "Acceptance length the trainer predicts.", "split"),
         _gauge("predicted_acceptance_rate", "ratio", "Predicted joint acceptance rate at a position.", "position"),

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchspec_lite.config import TrainerConfig
+from torchspec_lite.sharding import whole
 
 FLOOR = 0.1         # of the peak learning rate, where cosine and wsd end
 STABLE_SHARE = 0.8  # of a run, for which wsd stays at the peak
@@ -92,8 +92,7 @@ def update(optimizers: Sequence[Optimizer], rate: float, clip_norm: float) -> Up
 def _total_norm(gradients: list[torch.Tensor]) -> float:
     if not gradients:
         return 0.0
-    norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return float(whole(nn.utils.get_total_norm(gradients, error_if_nonfinite=False)))
 
 
 def _everywhere(fine: bool, device: torch.device) -> bool:
@@ -123,8 +122,3 @@ class Ema:
         decay = min(self.decay, (1 + updates) / (10 + updates))
         named = dict(module.named_parameters())
         torch._foreach_lerp_([self.tensors[name] for name in named], list(named.values()), 1 - decay)
-
-    @torch.no_grad()
-    def copy_to(self, module: nn.Module) -> None:
-        for name, value in module.named_parameters():
-            value.copy_(self.tensors[name])

@@ -38,6 +38,14 @@ class Group:
             dist.all_reduce(values, group=self.decisions)
         return values
 
+    def most(self, number: int) -> int:
+        """The largest number that any rank gives."""
+        if self.ranks == 1:
+            return number
+        box = torch.tensor([number])
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.decisions)
+        return int(box)
+
     def sum_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Add up gradients in one flat message. They are already divided by the global number of supervised places,
         so a sum, not a mean, is the gradient of the global loss; a rank without samples adds zeros."""

@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from torchspec_lite.parity import ParityProbe
 from torchspec_lite.snapshot import Buffer
 
+PHASES = ("wait", "teacher", "forward", "backward", "optimizer", "export", "restore")
+"""What a trainer rank's time is counted as: waiting for samples or other ranks, the target's distribution, the drafter's
+forward pass with packing, its backward pass with the sum over ranks, the update, checkpoints with drafter versions, and
+the checkpoint that a resumed run begins with."""
+
 
 @dataclass
 class TrainerReport:
     """What one trainer rank says after an optimizer step (rank 0 alone knows loss and predictions).
 
-    `phases`: seconds since the run's start by phase (`wait`, `teacher`, `train`, `export`). Sizes in bytes.
+    `phases`: seconds since the run's start by name of PHASES. Sizes in bytes.
     `tokens` counts every pass of every rank; `loss_per_step` has one value for each TTT step.
     """
 

@@ -1,8 +1,6 @@
 """One trainer rank: samples in from the stream, optimizer steps, drafter versions out."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ from torchspec_lite import checkpoint
 from torchspec_lite.acceptance import Prediction, predict
 from torchspec_lite.chat import load_tokenizer
 from torchspec_lite.config import Config
-from torchspec_lite.drafter import init_drafter
+from torchspec_lite.drafter import Drafter, init_drafter
 from torchspec_lite.export import export, load_drafter
 from torchspec_lite.learner import Learner, StepResult
 from torchspec_lite.parity import make_probe
@@ -23,32 +21,15 @@ from torchspec_lite.target import TargetInfo, load_head
 from torchspec_lite.teacher import TeacherStatistics, teacher_statistics
 from torchspec_lite.vocab import choose_draft_vocab, coverage
 from workers.group import Group
+from workers.phases import Phases
 from workers.reports import Export, TrainerReport
+from workers.trace import Trace
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KEEP_CHECKPOINTS = 3
 FILL_WAIT_S = 2.0
 """Longest wait for a sample before the coordinator is asked whether more will come."""
 PROBES = 4
-
-
-class Phases:
-    """Seconds since the start by what the rank was doing; time in an inner phase is not counted for the outer one."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self.inner = [0.0]
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        self.inner.append(0.0)
-        try:
-            yield
-        finally:
-            took = time.perf_counter() - begin
-            self.seconds[name] = self.seconds.get(name, 0.0) + took - self.inner.pop()
-            self.inner[-1] += took
 
 
 class Trainer:
@@ -70,7 +51,7 @@ class Trainer:
         self.buffer = ReuseBuffer(self.options.reuse, self.options.reuse_buffer_mib << 20, self.options.seed + rank,
                                   self.options.ordered)
         self.held_out: dict[str, tuple[Sample, TeacherStatistics]] = {}
-        self.phases = Phases()
+        self.phases = Phases(traced=config.profile)
         self.receiver: Receiver | None = None
         self.learner: Learner | None = None
         self.group: Group | None = None
@@ -96,7 +77,8 @@ class Trainer:
     def train(self, group: Group) -> dict:
         """Train until no sample will come and each has had its passes, or the run's limit is reached.
 
-        Returns {step, version, tokens, phases}. A resumed run goes on from its newest whole checkpoint.
+        Returns {step, version, tokens, phases, trace}; `trace` is the file's path, None without one. A resumed run goes
+        on from its newest whole checkpoint.
         """
         self.group = group
         torch.manual_seed(self.options.seed)
@@ -106,13 +88,20 @@ class Trainer:
         else:
             self._restored(0)
             self._begin()
-        while self._step():
-            pass
+        trace = Trace(self.run_dir / "profile") if self.config.profile and self.rank == 0 else None
+        try:
+            while self._step():
+                if trace is not None:
+                    trace.step()
+        finally:
+            if trace is not None:
+                trace.close()
         if self.learner.step > self.exported_step:
             self._publish()
         self.coordinator.settle()
         return {"step": self.learner.step, "version": self.version, "tokens": self.learner.tokens,
-                "phases": self.phases.seconds}
+                "phases": self.phases.seconds,
+                "trace": None if trace is None or trace.path is None else str(trace.path)}
 
     def stop(self) -> None:
         """Finish the step in hand, publish and return from `train`, whatever still waits."""
@@ -184,8 +173,7 @@ class Trainer:
             drawn, progress = self.group.sum(torch.tensor([len(entries), mine], dtype=torch.float64)).tolist()
             if not drawn:
                 return False
-        with self.phases.phase("train"):
-            result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress)
+        result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress, self.phases.phase)
         done = self.buffer.count_pass(entries)
         self.samples_done += int(self.group.sum(torch.tensor([len(done)]))[0])
         self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in entries], self.learner.step)
@@ -274,15 +262,15 @@ class Trainer:
             self.group.sum(torch.zeros(1))
             extra = {"version": version, "samples": self.samples_done, "trained_s": self.trained_s}
             self.learner.save(self.run_dir / "checkpoints", extra, KEEP_CHECKPOINTS)
-            if self.rank == 0:
+            drafter = self.learner.exportable()
+            if drafter is not None:  # rank 0
                 self.coordinator.call("checkpointed", self.learner.step)
-                self._export(version)
+                self._export(drafter, version)
             self.group.sum(torch.zeros(1))
             self.version, self.exported_step = version, self.learner.step
 
-    def _export(self, version: int) -> None:
+    def _export(self, drafter: Drafter, version: int) -> None:
         drafts = self.config.serve.num_speculative_tokens
-        drafter = self.learner.exportable()
         prediction = self._predict(drafter, drafts)
         walked = prediction.walked if prediction is not None else None
         parent = version - 1 if version else None
@@ -296,7 +284,7 @@ class Trainer:
             prediction.acceptance_length if prediction is not None else None, walked,
             list(prediction.per_position) if prediction is not None else [], probes))
 
-    def _predict(self, drafter, drafts: int) -> Prediction | None:
+    def _predict(self, drafter: Drafter, drafts: int) -> Prediction | None:
         """Acceptance predicted on the held-out samples that have arrived, and the drift diagnostics on them."""
         if not self.held_out:
             return None
