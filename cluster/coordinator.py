@@ -32,6 +32,7 @@ class Coordinator:
         self.ledger = Ledger(self.run_dir / "ledger.sqlite", reuse=config.trainer.reuse)
         self.observer = Observer(config, self.run_dir, started)
         self.stopping: str | None = None
+        self.exports_over = False
         self.news = asyncio.Condition()
         self.overrides: asyncio.Queue[tuple[str, int | None]] = asyncio.Queue(maxsize=100)
         self._queue_samples()
@@ -162,7 +163,7 @@ class Coordinator:
         waiting are passed over."""
         async with self.news:
             if wait:
-                await self._news(self._untried)
+                await self._news(lambda: self._untried() or self.exports_over)
             untried = self._untried()
         if not untried:
             return None
@@ -176,6 +177,11 @@ class Coordinator:
         for row in self.ledger.versions():
             if row["state"] == "canary":
                 self.ledger.set_version_state(row["version"], "rolled_back", "the run ended while it was being tried")
+
+    async def no_more_exports(self) -> None:
+        """The trainers are done: who waits for a version need not."""
+        self.exports_over = True
+        await self._wake()
 
     async def newest_promoted(self) -> Export | None:
         """What the pool served last, for a resumed run."""

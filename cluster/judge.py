@@ -27,10 +27,12 @@ class Judge:
         self.pool: Pool | None = None
         self.rollout: Rollout | None = None
         self.ending = False
+        self.telling: asyncio.Future | None = None
 
     def no_more(self) -> None:
         """The trainers are done: what they exported already is judged, then it ends."""
         self.ending = True
+        self.telling = asyncio.ensure_future(self.coordinator.no_more_exports())
 
     async def judge_versions(self) -> tuple[Measurement | None, Measurement | None, float | None]:
         """Until the trainers are done; the held-out acceptance before and after, and what the trainer predicts now."""

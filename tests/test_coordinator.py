@@ -186,6 +186,19 @@ def test_the_newest_export_is_tried_and_comes_back_whole(make):
     asyncio.run(story())
 
 
+def test_the_end_of_training_wakes_who_waits_for_a_version(make):
+    coordinator = make()
+    coordinators.LONG_POLL_S = 20.0
+
+    async def story():
+        waiting = asyncio.create_task(coordinator.next_export(True))
+        await asyncio.sleep(0)
+        await coordinator.no_more_exports()
+        assert await asyncio.wait_for(waiting, 5) is None
+
+    asyncio.run(story())
+
+
 def test_a_coordinator_that_starts_again_goes_on_from_the_ledger(make):
     first = make(train=4, held_out=1)
 
