@@ -282,7 +282,7 @@ class Trainer:
         self.coordinator.call("exported", Export(
             version, self.learner.step, self.samples_done, parent, str(path),
             prediction.acceptance_length if prediction is not None else None, walked,
-            list(prediction.per_position) if prediction is not None else [], probes))
+            list(prediction.walk.per_position) if prediction is not None else [], probes))
 
     def _predict(self, drafter: Drafter, drafts: int) -> Prediction | None:
         """Acceptance predicted on the held-out samples that have arrived, and the drift diagnostics on them."""
