@@ -174,8 +174,8 @@ def measure(cases: list[Case], plain: list[Case], repetitions: int, clock) -> tu
     return rows, rates
 
 
-def _peak(case: Case, way: str, pipe) -> None:
-    torch.set_num_threads(os.cpu_count())
+def _peak(case: Case, way: str, threads: int, pipe) -> None:
+    torch.set_num_threads(threads)
     contestant = (Fast if way == "fast" else Plain)(case)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def peak_memory(case: Case, way: str) -> dict:
     """Peak resident memory of one step in a process of its own, MiB: `step` beyond weights and sample, `process` in all."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_peak, args=(case, way, theirs))
+    process = context.Process(target=_peak, args=(case, way, torch.get_num_threads(), theirs))
     process.start()
     theirs.close()
     try:

@@ -305,3 +305,13 @@ def test_flex_attention_is_the_block_attention(steps, monkeypatch):
         found.append((out, lse, by_query, *(part[OWN:] for part in by_own), *sums))
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("compile", (False, True))
+def test_state_that_is_not_a_number_reaches_the_gradient(compile):
+    """So that the optimizer skips the step instead of learning from a number that hides it."""
+    drafter, head, samples = make_drafter(), make_head(), make_samples()
+    batch = make_batch(samples, head)
+    batch.aux[12] = torch.nan
+    unroll_loss(drafter, head, batch, 3, dtype=torch.float32, compile=compile).loss.backward()
+    assert not drafter.qkv.grad.isfinite().all()
