@@ -116,7 +116,8 @@ def _render(target: Path, files: list[Path], limit: int | None) -> tuple[list[li
 
 
 def _run_child(request: dict) -> dict:
-    environment = os.environ | engine_env(len(os.sched_getaffinity(0)), request["gpus"])
+    # A core stays free: OpenMP threads that wait for one which has no core spin, and the engine crawls.
+    environment = os.environ | engine_env(max(1, len(os.sched_getaffinity(0)) - 1), request["gpus"])
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="torchspec-lite-eval-") as folder:
