@@ -222,11 +222,12 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         """`torchspec_lite.stream.SenderStats` of each receiver, as dictionaries."""
         return [asdict(lane.sender.stats()) for lane in self._lanes.values()]
 
-    def give_up(self, endpoint: str) -> None:
-        """A receiver will not come back: what waits for it, and what requests in flight still have for it, fails at once
-        and can be captured again for another."""
-        self._given_up.add(endpoint)
-        self.drop_sender(endpoint)
+    def move(self, old: str, new: str) -> None:
+        """A trainer is at another address: what waits for the old one, and what requests in flight still have for it,
+        fails at once and can be captured again."""
+        self._given_up.add(old)
+        self._given_up.discard(new)
+        self.drop_sender(old)
 
     def drop_sender(self, endpoint: str) -> None:
         """End the sender to a receiver; what waits in it fails at once. The next sample for it starts a new one."""
@@ -297,8 +298,8 @@ class CaptureExtension:
     def capture_sender_stats(self) -> list[dict[str, Any]]:
         return _connector().sender_stats()
 
-    def capture_drop_sender(self, endpoint: str) -> None:
-        _connector().give_up(endpoint)
+    def capture_move(self, old: str, new: str) -> None:
+        _connector().move(old, new)
 
 
 def capture_outcomes(kv_connector_stats: dict[str, Any] | None) -> list[Outcome]:
