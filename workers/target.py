@@ -166,11 +166,7 @@ class TargetWorker:
         """A trainer rank came back at another address. Samples that wait for the old one fail, to be leased anew."""
         old, self._receivers[rank] = self._receivers[rank], receiver
         if old.endpoint != receiver.endpoint:
-            await self.drop_receiver(old.endpoint)
-
-    async def drop_receiver(self, endpoint: str) -> None:
-        """Close the sender to a receiver that is gone."""
-        await self._engine.collective_rpc("capture_drop_sender", args=(endpoint,))
+            await self._engine.collective_rpc("capture_move", args=(old.endpoint, receiver.endpoint))
 
     def stats(self) -> dict:
         """`TargetStats` and tokens per second, as plain values."""
