@@ -298,6 +298,9 @@ class CaptureExtension:
     def capture_sender_stats(self) -> list[dict[str, Any]]:
         return _connector().sender_stats()
 
+    def capture_drop_sender(self, endpoint: str) -> None:
+        _connector().drop_sender(endpoint)
+
     def capture_move(self, old: str, new: str) -> None:
         _connector().move(old, new)
 

@@ -168,6 +168,10 @@ class TargetWorker:
         if old.endpoint != receiver.endpoint:
             await self._engine.collective_rpc("capture_move", args=(old.endpoint, receiver.endpoint))
 
+    async def drop_receiver(self, endpoint: str) -> None:
+        """Close the sender to a receiver that is gone."""
+        await self._engine.collective_rpc("capture_drop_sender", args=(endpoint,))
+
     def stats(self) -> dict:
         """`TargetStats` and tokens per second, as plain values."""
         self._clock()
