@@ -36,7 +36,7 @@ fuzz: venv
 	$(BIN)/python -m tests.fuzz.fuzz_wire -max_len=4096 -artifact_prefix=.cache/ $(FUZZ)
 
 chaos: venv
-	CHAOS_ROUNDS=$(CHAOS_ROUNDS) CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest -s tests/chaos
+	CHAOS_ROUNDS=$(CHAOS_ROUNDS) CHAOS_SEED=$(CHAOS_SEED) $(BIN)/python -m pytest -o addopts= -s tests/chaos
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .hypothesis

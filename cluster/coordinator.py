@@ -243,6 +243,10 @@ class Coordinator:
     async def stop_reason(self) -> str | None:
         return self.stopping
 
+    async def settle(self) -> None:
+        """The trainers are done: what their last checkpoint does not hold is queued, for a run that resumes."""
+        self.ledger.restore(self.ledger.checkpoint_step())
+
     async def account(self) -> dict:
         """The ledger's account of every training sample, the rejected ones' reasons and what reports were ignored."""
         return {"samples": self.ledger.account(), "reasons": self.ledger.reasons(), "ignored": self.ledger.ignored()}

@@ -76,6 +76,7 @@ async def story(run: Run) -> tuple[dict, str]:
             training.add_done_callback(lambda _: judge.no_more())
         trained = training.result()
         state = "stopped" if interrupted.is_set() else "finished"
+        await coordinator.settle.remote()
         account = await coordinator.account.remote()
         return summarize(run.config.run_dir, state, account, trained, *judging.result(),
                          time.time() - run.started, run.config.profile, next_command(run.config))

@@ -163,6 +163,22 @@ def test_stopping_leaves_queued_samples_queued(make):
     asyncio.run(story())
 
 
+def test_a_stopped_run_settles_every_sample(make):
+    coordinator = make(train=5, held_out=1)
+
+    async def story():
+        await take(coordinator, 1)
+        leases = await take(coordinator, 4)
+        await settle(coordinator, leases[:2], step=3)
+        await coordinator.streamed([(leases[2].id, 1, 5)])
+        await coordinator.stop("stopped by hand")
+        await coordinator.settle()
+        samples = (await coordinator.account())["samples"]
+        assert (samples["durable"], samples["queued"], samples["all"]) == (2, 3, 5)
+
+    asyncio.run(story())
+
+
 def export(version, probes=()):
     return Export(version, version * 10, version * 50, version - 1 or None, f"drafters/v{version:06d}", 1.2, 1.3, [0.3], list(probes))
 
