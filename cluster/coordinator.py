@@ -70,9 +70,6 @@ class Coordinator:
             rank = min(range(self.config.trainer.ranks), key=lambda rank: backlog.get(rank, 0))
             return self.ledger.lease(worker, count, rank)
 
-    async def captured(self, id: str, attempt: int) -> None:
-        """A target has sent a sample; it is `streamed` only when the trainer says that it has it."""
-
     async def failed(self, id: str, attempt: int, reason: str) -> None:
         """A target could not deliver a sample: it is queued again."""
         self.ledger.requeue_ids([(id, attempt)])

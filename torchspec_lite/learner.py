@@ -12,13 +12,11 @@ from torchspec_lite.batch import empty_batch, pack, supervised_counts
 from torchspec_lite.config import TrainerConfig
 from torchspec_lite.drafter import Drafter, DrafterConfig
 from torchspec_lite.optim import Ema, learning_rate, make_optimizers, update
-from torchspec_lite.sample import Sample
+from torchspec_lite.sample import DTYPES, Sample
 from torchspec_lite.sharding import shard, whole
 from torchspec_lite.target import FrozenHead
 from torchspec_lite.teacher import TeacherStatistics
 from torchspec_lite.unroll import UnrolledDrafter
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from torchspec_lite.chat import Reject, load_tokenizer, mask_runs, render_prompt, render_replay
 from torchspec_lite.config import Config
 from torchspec_lite.conversations import Dataset
-from torchspec_lite.keys import SenderKeys, save_keys
+from torchspec_lite.keys import save_keys
 from torchspec_lite.lease import Lease
 from torchspec_lite.target import TargetInfo
 from workers.connector import capture_outcomes
 from workers.engine import capture_args, engine_args
 from workers.probe import ProbeReport, probe_states
+from workers.target_address import ReceiverAddress
 from workers.ticket import MIN_ANSWER_TOKENS, Outcome, Ticket, sample_seed, sampling
 
 # Beyond the wait for a receiver's credit, a request may take this long before its engine counts as hung, seconds.
@@ -42,14 +43,6 @@ class LeaseSource(Protocol):
 
     async def failed(self, id: str, attempt: int, detail: str) -> None:
         """The sample did not get away; it may be leased again."""
-
-
-@dataclass(frozen=True)
-class ReceiverAddress:
-    """Where a trainer rank's receiver is, and the keys to talk to it (None: not encrypted)."""
-
-    endpoint: str
-    keys: SenderKeys | None = None
 
 
 @dataclass

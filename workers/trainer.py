@@ -14,7 +14,7 @@ from torchspec_lite.export import export, load_drafter
 from torchspec_lite.learner import Learner, StepResult
 from torchspec_lite.parity import make_probe
 from torchspec_lite.reuse import Entry, ReuseBuffer
-from torchspec_lite.sample import Expectation, Sample
+from torchspec_lite.sample import DTYPES, Expectation, Sample
 from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.snapshot import Buffer
 from torchspec_lite.target import TargetInfo, load_head
@@ -25,7 +25,6 @@ from workers.phases import Phases
 from workers.reports import Export, TrainerReport
 from workers.trace import Trace
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KEEP_CHECKPOINTS = 3
 FILL_WAIT_S = 2.0
 """Longest wait for a sample before the coordinator is asked whether more will come."""
