@@ -121,6 +121,21 @@ def test_a_log_line_says_who_and_when(tmp_path, clean_root, capsys):
     assert len(lines_in(path)) == 1 and len(lines_in(tmp_path / "logs" / "trainer-3.jsonl")) == 1
 
 
+def test_what_a_record_factory_adds_is_not_the_calls(tmp_path, clean_root, monkeypatch):
+    usual = logging.getLogRecordFactory()
+
+    def naming(*args, **kwargs):
+        record = usual(*args, **kwargs)
+        record.process_title = "EngineCore"  # as vLLM's factory does, set when vLLM is imported
+        return record
+
+    monkeypatch.setattr(logging, "_logRecordFactory", naming)
+    path = setup_logging(tmp_path, "demo", "target")
+    logging.getLogger("x").info("ready", extra={"port": 5})
+    (line,) = lines_in(path)
+    assert line["port"] == 5 and "process_title" not in line
+
+
 def test_secrets_are_never_logged(tmp_path, clean_root, capsys):
     path = setup_logging(tmp_path, "demo", "driver", secrets=("hunter2", ""))
     log = logging.getLogger("driver")

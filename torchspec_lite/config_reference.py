@@ -13,7 +13,7 @@ from torchspec_lite.config import Config, Section
 
 HEAD = """# Every config key
 
-Made from [`torchspec_lite/config.py`](../torchspec_lite/config.py) by `python -m torchspec_lite.config_reference`; do not edit.
+Made from [`torchspec_lite/sections.py`](../torchspec_lite/sections.py) by `python -m torchspec_lite.config_reference`; do not edit.
 
 A config is one YAML file. Any key can also be set on the command line: `torchspec-lite train my.yaml trainer.reuse=2`. An
 unknown key is an error that names the nearest known one. The resolved config is saved as `config.yaml` in the run directory;

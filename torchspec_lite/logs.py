@@ -19,7 +19,6 @@ SECRETS = re.compile(
     r"|\b(?:hf|sk|ghp|wandb)[_-][A-Za-z0-9_-]{16,}"
 )
 """What looks like a secret: after `Bearer`, `token=`, `api_key:`, in an address, or a known kind of key by itself."""
-OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 def setup_logging(
@@ -83,6 +82,12 @@ def log_crash(error: BaseException, log: logging.Logger) -> str:
     return line
 
 
+def _extra(record: logging.LogRecord) -> dict:
+    """What the call gave as `extra`. A record factory's own fields (vLLM's names its process) are none of it."""
+    usual = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
+    return {name: value for name, value in vars(record).items() if name not in usual}
+
+
 class _Redacting(logging.Formatter):
     def __init__(self, run: str, role: str, rank: int, secrets: tuple[str, ...]):
         super().__init__()
@@ -102,9 +107,8 @@ class _Lines(_Redacting):
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         entry = {"time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), **self.fields}
         entry |= {"logger": record.name, "message": self.hide(record.getMessage())}
-        for name, value in vars(record).items():
-            if name not in OWN_FIELDS:
-                entry[name] = value if isinstance(value, (int, float, bool)) else self.hide(str(value))
+        for name, value in _extra(record).items():
+            entry[name] = value if isinstance(value, (int, float, bool)) else self.hide(str(value))
         if record.exc_info and record.exc_info[1]:
             entry["traceback"] = self.hide("".join(traceback.format_exception(record.exc_info[1])))
         return json.dumps(entry)
@@ -116,7 +120,7 @@ class _Words(_Redacting):
     def format(self, record: logging.LogRecord) -> str:
         where = self.fields["role"] if self.fields["rank"] == 0 else f"{self.fields['role']} {self.fields['rank']}"
         level = "" if record.levelno < logging.WARNING else f" {record.levelname}"
-        extra = " ".join(f"{name}={value}" for name, value in vars(record).items() if name not in OWN_FIELDS)
+        extra = " ".join(f"{name}={value}" for name, value in _extra(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         return self.hide(f"{clock} {where}{level} {record.getMessage()}" + (f" ({extra})" if extra else ""))
 
