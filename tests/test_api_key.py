@@ -18,7 +18,7 @@ async def everything(scope, receive, send):
 
 def ask(path: str, method: str = "POST", **headers) -> httpx.Response:
     async def answer():
-        transport = httpx.ASGITransport(NeedsKey(everything, "hush"))
+        transport = httpx.ASGITransport(NeedsKey(everything, ["hush", "hidden"]))
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
             return await client.request(method, path, headers=headers)
     return asyncio.run(answer())
@@ -46,7 +46,7 @@ def test_a_web_socket_without_the_key_is_closed():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(NeedsKey(everything, "hush")({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send))
+    asyncio.run(NeedsKey(everything, ["hush", "hidden"])({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 

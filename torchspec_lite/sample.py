@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-PURPOSES = ("train", "held_out")
+PURPOSES = ("train", "held_out", "traffic")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_TEXT = 256  # characters of an id or a fingerprint
 MAX_LAYERS = 64
@@ -35,7 +35,7 @@ class Sample:
     id: str
     attempt: int
     ordinal: int  # place in the run's fixed order
-    purpose: str  # "train" or "held_out"
+    purpose: str  # "train", "held_out", or "traffic" for a request that users sent
     fingerprint: str  # of the target, see TargetInfo
     layer_ids: tuple[int, ...]  # ascending
     token_ids: torch.Tensor  # [n] int32

@@ -8,10 +8,11 @@ OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
 
 
 class NeedsKey:
-    """ASGI middleware: `Authorization: Bearer KEY` on every path but OPEN and on every method but OPTIONS, else 401."""
+    """ASGI middleware: `Authorization: Bearer KEY`, one of `api_keys`, on every path but OPEN and on every method but
+    OPTIONS, else 401."""
 
-    def __init__(self, app, api_key: str):
-        self.app, self.expected = app, api_key.encode()
+    def __init__(self, app, api_keys: list[str]):
+        self.app, self.expected = app, [key.encode() for key in api_keys]
 
     async def __call__(self, scope, receive, send):
         if scope["type"] not in ("http", "websocket") or self._may_pass(scope):
@@ -27,4 +28,4 @@ class NeedsKey:
             return True
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if given else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.expected)
+        return scheme.lower() == b"bearer" and any(hmac.compare_digest(key.strip(), known) for known in self.expected)

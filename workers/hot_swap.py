@@ -2,7 +2,8 @@
 
 vLLM mixes `ServingExtension` into each worker (`worker_extension_cls`) and runs its methods between two engine steps
 (`collective_rpc`), so requests in flight go on. Importing this module in a worker also keeps a drafter's own head its
-own (`_never_share_own`), which must happen before vLLM loads the models; a worker imports it early enough by itself.
+own (`_never_share_own`) and prepares capture (`workers.tap`), which must happen before vLLM loads the models; a worker
+imports it early enough by itself.
 """
 
 import functools
@@ -24,6 +25,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle import utils as v2_eagle
 from torchspec_lite.export import verify
 from workers.draft_log import DraftLog
 from workers.read_back import read_back
+from workers.serving_capture import ServingCapture
+from workers.tap import prepare_runners
 
 DESCRIPTIVE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -151,8 +154,8 @@ class DrafterSwap:
                 module._modules.update(children)
 
 
-class ServingExtension(DrafterSwap, DraftLog):
-    """What a serving replica's workers can do beyond vLLM: swap the drafter, log what it drafts."""
+class ServingExtension(DrafterSwap, DraftLog, ServingCapture):
+    """What a serving replica's workers can do beyond vLLM: swap the drafter, log what it drafts, capture states."""
 
 
 def _meaning(folder: Path) -> dict:
@@ -222,3 +225,4 @@ def _has(model: nn.Module, own: str) -> bool:
 
 
 _never_share_own()
+prepare_runners()
