@@ -141,7 +141,7 @@ def test_secrets_are_never_logged(tmp_path, clean_root, capsys):
     log = logging.getLogger("driver")
     log.info("key is %s", "hunter2", extra={"header": "Authorization: Bearer abc.def-123"})
     log.info("GET http://h/?token=tok123&x=1 with hf_ABCDEFGHIJKLMNOPQRSTUV and api_key='zzz9'")
-    log.info("proxy http://me:pa55word@proxy:80 tokens=5")
+    log.info("proxy http://me:pa55word@proxy:80 tokens=5 at tcp://10.0.0.1:5555, open")
     try:
         raise ValueError("sent hunter2")
     except ValueError as error:
@@ -150,6 +150,7 @@ def test_secrets_are_never_logged(tmp_path, clean_root, capsys):
     for secret in ("hunter2", "abc.def-123", "tok123", "hf_ABCDEFGHIJKLMNOPQRSTUV", "zzz9", "pa55word"):
         assert secret not in written, secret
     assert "token=***&x=1" in written and "tokens=5" in written and "me:***@proxy" in written
+    assert "at tcp://10.0.0.1:5555, open" in written  # a port is no password
 
 
 def test_a_crash_ends_with_its_one_cause(tmp_path, clean_root, capsys):

@@ -15,7 +15,7 @@ from torchspec_lite.errors import UserError
 
 HIDDEN = "***"
 SECRETS = re.compile(
-    r"(?i)(bearer\s+|token=|(?:api[_-]?key|password)[\"']?\s*[=:]\s*[\"']?|://[^/\s:@]+:)[^\s\"'&@,}]+"
+    r"(?i)(bearer\s+|token=|(?:api[_-]?key|password)[\"']?\s*[=:]\s*[\"']?|://[^/\s:@]+:(?=\S*@))[^\s\"'&@,}]+"
     r"|\b(?:hf|sk|ghp|wandb)[_-][A-Za-z0-9_-]{16,}"
 )
 """What looks like a secret: after `Bearer`, `token=`, `api_key:`, in an address, or a known kind of key by itself."""
