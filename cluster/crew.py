@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from cluster.placement import target_workers
+from cluster.reservation import Reservation
 from cluster.roles import Keyring, make_keyring, start_target, start_trainer
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
@@ -31,6 +33,7 @@ class Crew:
     info: TargetInfo
     coordinator: ray.actor.ActorHandle
     keyring: Keyring = field(init=False)
+    reservation: Reservation
     addresses: list[str] = field(default_factory=list)
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     trained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,7 +41,7 @@ class Crew:
     targets: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.names = [f"target-{number}" for number in range(self.config.capture.workers)]
+        self.names = [f"target-{number}" for number in range(target_workers(self.config))]
         self.keyring = make_keyring(self.config, self.names)
 
     async def train(self) -> dict:
@@ -59,7 +62,8 @@ class Crew:
 
     async def _train_once(self) -> dict:
         ranks = range(self.config.trainer.ranks)
-        self.trainers = [start_trainer(self.config, rank, self.info, self.coordinator) for rank in ranks]
+        self.trainers = [start_trainer(self.config, rank, self.info, self.coordinator, self.reservation)
+                         for rank in ranks]
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 self.addresses = await _all(trainer.listen.remote(keys) for trainer, keys in zip(
@@ -96,7 +100,7 @@ class Crew:
         await self.listening.wait()
         while not self.trained.is_set():
             actor = start_target(self.config, name, self.info, self.coordinator, [
-                self._address(name, rank) for rank in range(self.config.trainer.ranks)])
+                self._address(name, rank) for rank in range(self.config.trainer.ranks)], self.reservation)
             try:
                 async with asyncio.timeout(START_LIMIT_S):
                     await self._until_trained(actor.start.remote())

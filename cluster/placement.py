@@ -1,10 +1,11 @@
 """Who runs where: the plan of a run, its memory and its bandwidth, before anything is started."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
+from torchspec_lite.keys import is_loopback
 from torchspec_lite.target import TargetInfo
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -13,12 +14,16 @@ ENGINE_OVERHEAD = 900 << 20
 TRAINER_OVERHEAD = 700 << 20
 OPTIMIZER_BYTES = 16
 """fp32 weight, gradient and two AdamW moments of one parameter."""
+ENCRYPTED_BYTES_PER_S = 650e6
+"""What one core encrypts or decrypts by CURVE; each end of a stream has one thread for it."""
 
 
 @dataclass(frozen=True)
 class Role:
     """`count` alike Ray actors: logical CPUs and GPUs each, and an estimate of each one's memory in bytes.
 
+    `section` is the config's. `node` are the labels their nodes must have. `stream` is what each sends into the stream
+    or takes out of it, bytes a second as `capture.tokens_per_s` expects; 0 when nothing is expected or streamed.
     `gpu_memory` is the least that lies on each of an actor's GPUs: weights and optimizer state, without an engine's keys
     and values (they take what is left) and without activations; 0 without GPUs.
     """
@@ -29,6 +34,9 @@ class Role:
     gpus: float
     memory: int
     gpu_memory: int = 0
+    section: str = ""
+    node: dict[str, str] = field(default_factory=dict)
+    stream: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class Plan:
     drafter_parameters: int
     stream_budget: int
     encrypted: bool
+    doubts: tuple[str, ...] = ()
+    """What may not work, a sentence each."""
 
     @property
     def cpus(self) -> float:
@@ -68,8 +78,11 @@ class Plan:
 def make_plan(config: Config, info: TargetInfo) -> Plan:
     """Work out a run's actors and needs from its config and target.
 
-    Raises UserError when a role's GPUs do not fit the tensor parallel size.
+    Raises UserError when a role's GPUs do not fit the tensor parallel size, or are more than one but not whole.
     """
+    for name, section in (("capture", config.capture), ("trainer", config.trainer), ("serve", config.serve)):
+        if section.gpus > 1 and section.gpus % 1:
+            raise UserError(f"{name}.gpus is {section.gpus:g}; Ray gives a share of one GPU, or whole ones")
     for name, section in (("capture", config.capture), ("serve", config.serve)):
         if section.gpus and config.target.tensor_parallel_size > 1 and section.gpus != config.target.tensor_parallel_size:
             raise UserError(f"{name}.gpus is {section.gpus:g} but target.tensor_parallel_size is "
@@ -83,27 +96,52 @@ def make_plan(config: Config, info: TargetInfo) -> Plan:
     # Beside a GPU's copy the target's embedding and head stay in main memory, for predictions at each export.
     kept = frozen if config.trainer.gpus else 0
     buffers = config.stream.budget_mib + config.trainer.reuse_buffer_mib << 20
+    bytes_per_token = (len(layer_ids) + 1) * info.hidden_size * BYTES[config.target.dtype] + 5
+    captured = (config.capture.tokens_per_s or 0.0) * bytes_per_token
+    workers = target_workers(config)
     roles = [
-        _role("target worker", config.capture.workers, config.capture, info.weight_bytes // split,
+        _role("target worker", workers, "capture", config.capture, info.weight_bytes // split,
               cpu=info.weight_bytes + (config.capture.kv_cache_mib << 20),
-              always=(config.stream.sender_budget_mib << 20) + ENGINE_OVERHEAD),
-        _role("trainer", config.trainer.ranks, config.trainer, trained, cpu=trained,
-              always=kept + buffers + TRAINER_OVERHEAD),
+              always=(config.stream.sender_budget_mib << 20) + ENGINE_OVERHEAD, stream=captured),
+        _role("trainer", config.trainer.ranks, "trainer", config.trainer, trained, cpu=trained,
+              always=kept + buffers + TRAINER_OVERHEAD, stream=captured * workers / config.trainer.ranks),
     ]
     if config.serve.replicas:
-        roles.append(_role("serving replica", config.serve.replicas, config.serve, served // split,
+        roles.append(_role("serving replica", config.serve.replicas, "serve", config.serve, served // split,
                            cpu=served + (config.serve.kv_cache_mib << 20), always=ENGINE_OVERHEAD))
-    return Plan(
-        run_dir=str(config.run_dir), target=info.fingerprint, layer_ids=layer_ids, roles=tuple(roles),
-        bytes_per_token=(len(layer_ids) + 1) * info.hidden_size * BYTES[config.target.dtype] + 5,
-        drafter_parameters=drafter, stream_budget=config.stream.budget_mib << 20,
+    plan = Plan(
+        run_dir=str(config.run_dir), target=info.fingerprint, layer_ids=layer_ids, roles=tuple(role for role in roles if role.count),
+        bytes_per_token=bytes_per_token, drafter_parameters=drafter, stream_budget=config.stream.budget_mib << 20,
         encrypted=config.stream.encrypt == "on" or config.stream.encrypt == "auto" and not is_loopback(config.stream.host))
+    return replace(plan, doubts=tuple(_network_doubts(config, plan)))
 
 
-def _role(name: str, count: int, section, gpu_memory: int, cpu: int, always: int) -> Role:
+def _role(name: str, count: int, key: str, section, gpu_memory: int, cpu: int, always: int, stream: float = 0.0) -> Role:
     """A role with the CPUs and GPUs of its config section; `cpu` bytes lie in main memory only without GPUs."""
     on_gpu = section.gpus > 0
-    return Role(name, count, section.cpus, section.gpus, always + cpu * (not on_gpu), gpu_memory * on_gpu)
+    return Role(name, count, section.cpus, section.gpus, always + cpu * (not on_gpu), gpu_memory * on_gpu, key,
+                dict(section.node), stream)
+
+
+def _network_doubts(config: Config, plan: Plan) -> list[str]:
+    """What the stream asks of the network and of one core's encryption, against what they give."""
+    doubts = []
+    for role in plan.roles:
+        if plan.encrypted and role.stream > ENCRYPTED_BYTES_PER_S:
+            doubts.append(f"one {role.name} streams {role.stream / 1e9:.2f} GB/s, and the one core that encrypts there manages "
+                          f"about {ENCRYPTED_BYTES_PER_S / 1e9:.2f}; have more of them, or trust the network: stream.encrypt=off")
+        link = (config.stream.link_gbit or 0.0) / 8 * 1e9
+        if link and not is_loopback(config.stream.host) and role.stream * role.count > link:
+            together = f" if all {role.count} are on one node" if role.count > 1 else ""
+            doubts.append(f"{role.name}: {role.stream * role.count / 1e9:.2f} GB/s of stream{together}, and a link of "
+                          f"{config.stream.link_gbit:g} Gbit/s carries {link / 1e9:.2f}; spread them over nodes, or expect "
+                          f"at most {link / plan.bytes_per_token:,.0f} tokens/s")
+    return doubts
+
+
+def target_workers(config: Config) -> int:
+    """How many there are: none in a run without prompts of its own, which learns from served traffic alone."""
+    return config.capture.workers if config.data.train or config.data.held_out else 0
 
 
 def drafter_parameters(config: Config, info: TargetInfo, layer_ids: tuple[int, ...]) -> int:
@@ -121,20 +159,6 @@ def threads(cpus: float) -> int:
     return max(1, math.ceil(cpus))
 
 
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1", "lo") or host.startswith("127.")
-
-
-def check_resources(plan: Plan, available: dict[str, float]) -> None:
-    """Raise UserError when a Ray cluster's total `available` resources cannot hold the plan: its actors would wait
-    for ever."""
-    for name, need in (("CPU", plan.cpus), ("GPU", plan.gpus)):
-        have = available.get(name, 0.0)
-        if need > have + 1e-6:
-            raise UserError(f"the plan needs {need:g} {name}s but the Ray cluster has {have:g}; lower capture/trainer/"
-                            f"serve.{name.lower()}s (fractions are allowed) or their counts, or add nodes")
-
-
 def render(plan: Plan) -> str:
     """The plan as a table for people."""
     lines = [f"run directory   {plan.run_dir}", f"target          {plan.target}",
@@ -142,13 +166,15 @@ def render(plan: Plan) -> str:
              f"drafter         {plan.drafter_parameters / 1e6:.1f} M trainable parameters",
              f"stream          at most {plan.stream_budget >> 20} MiB waiting in each trainer, "
              f"{'encrypted' if plan.encrypted else 'not encrypted (loopback)'}",
-             f"{'role':<16}{'actors':>7}{'CPUs':>7}{'GPUs':>7}{'memory each':>14}{'on each GPU':>14}"]
+             f"{'role':<16}{'actors':>7}{'CPUs':>7}{'GPUs':>7}{'memory each':>14}{'on each GPU':>14}{'stream each':>14}"]
     for role in plan.roles:
-        on_gpu = f"{role.gpu_memory / 2**30:>10.1f} GiB" if role.gpus else ""
+        on_gpu = f"{role.gpu_memory / 2**30:.1f} GiB" if role.gpus else ""
+        stream = f"{role.stream / 1e9:.3f} GB/s" if role.stream else ""
+        labels = "".join(f"  {key}={value}" for key, value in role.node.items())
         lines.append(f"{role.name:<16}{role.count:>7}{role.cpus:>7g}{role.gpus:>7g}{role.memory / 2**30:>10.1f} GiB"
-                     f"{on_gpu}".rstrip())
+                     f"{on_gpu:>14}{stream:>14}{labels}".rstrip())
     lines.append(f"{'all':<16}{sum(role.count for role in plan.roles):>7}{plan.cpus:>7g}{plan.gpus:>7g}"
                  f"{plan.memory / 2**30:>10.1f} GiB")
     for rate in (1_000, 30_000):
         lines.append(f"stream at {rate:>6,} tokens/s: {rate * plan.bytes_per_token / 1e9:.3f} GB/s into the trainers")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"WARNING         {doubt}" for doubt in plan.doubts])

@@ -20,6 +20,7 @@ from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from workers.engine import engine_env
 from workers.refusal import SwapRefused
+from torchspec_lite.keys import is_loopback
 
 APPLICATION = "torchspec-lite"
 DEPLOYMENT = "Replica"
@@ -154,7 +155,7 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
     deployment = ReplicaDeployment.options(
         **scale, max_ongoing_requests=4 * options.max_num_seqs, max_queued_requests=QUEUED_REQUESTS,
         health_check_period_s=HEALTH_PERIOD_S, graceful_shutdown_timeout_s=10, graceful_shutdown_wait_loop_s=0.2,
-        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus, "runtime_env": {
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus, "label_selector": options.node, "runtime_env": {
             "env_vars": engine_env(options.cpus, options.gpus, config.target.tensor_parallel_size)}})
     application = deployment.bind(config, str(Path(target_dir).absolute()), str(Path(run_dir).absolute()), api_key)
     try:
@@ -188,7 +189,7 @@ def write_promoted(run_dir: str, version_dir: str) -> None:
 
 def check_exposure(host: str, api_key: str | None) -> None:
     """Raises UserError for an address that others can reach when there is no API key."""
-    if not api_key and host not in ("127.0.0.1", "localhost", "::1"):
+    if not api_key and not is_loopback(host):
         raise UserError(f"config serve.host {host}: others can reach this address; set serve.api_key "
                         "(env:NAME reads a variable), or serve on 127.0.0.1")
 

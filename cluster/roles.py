@@ -8,10 +8,11 @@ import ray
 import torch
 
 from cluster.coordinator import Coordinator
-from cluster.placement import is_loopback, threads
+from cluster.placement import threads
+from cluster.reservation import Reservation, beside_driver
 from torchspec_lite.config import Config
 from torchspec_lite.conversations import resolve_files
-from torchspec_lite.keys import ReceiverKeys, SenderKeys, make_pair
+from torchspec_lite.keys import ReceiverKeys, SenderKeys, host_of, is_loopback, make_pair
 from torchspec_lite.logs import setup_logging
 from torchspec_lite.snapshot import Buffer
 from torchspec_lite.target import TargetInfo
@@ -19,6 +20,7 @@ from torchspec_lite.target_folder import cache_dir
 from workers.engine import engine_env
 from workers.reports import TargetReport
 
+log = logging.getLogger(__name__)
 REPORT_EVERY_S = 1.0
 
 
@@ -26,6 +28,7 @@ def start_coordinator(config: Config, started: float) -> ray.actor.ActorHandle:
     """The run's coordinator; Ray starts it again when its process dies, and it goes on from the ledger."""
     return ray.remote(Coordinator).options(
         name=f"coordinator-{config.name}", num_cpus=0, max_restarts=-1, max_task_retries=3, max_concurrency=1000,
+        scheduling_strategy=beside_driver(),
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote(config, str(config.run_dir), started)
 
 
@@ -46,22 +49,32 @@ class TrainerProcess:
         torch.set_num_threads(threads(config.trainer.cpus))
         device = "cuda" if config.trainer.gpus else "cpu"
         self.trainer = Trainer(config, self.rank, self.info, Link(self.coordinator, f"trainer {self.rank}"), device)
-        return self.trainer.listen(stream.host, keys, unencrypted=stream.encrypt == "off")
+        endpoint = self.trainer.listen(stream.host, keys, unencrypted=stream.encrypt == "off")
+        log.info("on node %s, receiving at %s, %s", ray.get_runtime_context().get_node_id(), endpoint,
+                 "encrypted" if keys else "not encrypted")
+        return endpoint
+
+    def listen_to_traffic(self, keys: ReceiverKeys | None) -> str:
+        """Open the receiver for served requests, after `listen`; returns its endpoint."""
+        stream = self.config.stream
+        return self.trainer.listen_to_traffic(stream.host, keys, unencrypted=stream.encrypt == "off")
 
     def open_store(self) -> tuple[str, int]:
         """Rank 0: the meeting place of all ranks, as (host, port)."""
         from workers.group import open_store
-        host = "127.0.0.1" if is_loopback(self.config.stream.host) else socket.gethostbyname(socket.gethostname())
+        host = host_of(self.trainer.receiver.endpoint)
         self.store = open_store(host, self.config.trainer.ranks)
         return host, self.store.port
 
     def train(self, meeting: tuple[str, int] | None) -> dict:
-        from workers.group import Group, join_store
+        from workers.group import Group, join_store, use_interface
         ranks, backend = self.config.trainer.ranks, self.config.trainer.backend
         if backend == "auto":
             backend = "nccl" if self.config.trainer.gpus else "gloo"
         if meeting is not None and self.store is None:
             self.store = join_store(*meeting, ranks)
+        if ranks > 1:
+            use_interface(host_of(self.trainer.receiver.endpoint))
         group = Group(self.rank, ranks, backend, self.store)
         try:
             return self.trainer.train(group)
@@ -75,10 +88,11 @@ class TrainerProcess:
         self.trainer.close()
 
 
-def start_trainer(config: Config, rank: int, info: TargetInfo, coordinator) -> ray.actor.ActorHandle:
+def start_trainer(config: Config, rank: int, info: TargetInfo, coordinator,
+                  reservation: Reservation) -> ray.actor.ActorHandle:
     count = str(threads(config.trainer.cpus))
     return ray.remote(TrainerProcess).options(
-        num_cpus=config.trainer.cpus, num_gpus=config.trainer.gpus, max_concurrency=4,
+        **reservation.trainer(rank), max_concurrency=4,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}},
     ).remote(config, rank, info, coordinator)
 
@@ -93,7 +107,8 @@ class TargetProcess:
     async def start(self) -> None:
         """Load the engine and check its states."""
         from workers.target import TargetWorker
-        setup_logging(self.config.run_dir, self.config.name, "target", int(self.name.rpartition("-")[2]))
+        setup_logging(self.config.run_dir, self.config.name, "target", _number(self.name))
+        log.info("on node %s", ray.get_runtime_context().get_node_id())
         data, cache = self.config.data, cache_dir()
         files = resolve_files(data.train, "train", cache) + resolve_files(data.held_out, "held_out", cache)
         self.worker = TargetWorker(self.name, self.config, self.info, files, self.receivers)
@@ -141,12 +156,18 @@ class LeaseLine:
         await self.coordinator.failed.remote(id, attempt, detail)
 
 
-def start_target(config: Config, name: str, info: TargetInfo, coordinator, receivers: list) -> ray.actor.ActorHandle:
+def start_target(config: Config, name: str, info: TargetInfo, coordinator, receivers: list,
+                 reservation: Reservation) -> ray.actor.ActorHandle:
     capture = config.capture
     return ray.remote(TargetProcess).options(
-        num_cpus=capture.cpus, num_gpus=capture.gpus, max_concurrency=100, runtime_env={"env_vars": engine_env(
+        **reservation.target(_number(name)), max_concurrency=100, runtime_env={"env_vars": engine_env(
             capture.cpus, capture.gpus, config.target.tensor_parallel_size)},
     ).remote(config, name, info, coordinator, receivers)
+
+
+def _number(name: str) -> int:
+    """3 of `target-3`."""
+    return int(name.rpartition("-")[2])
 
 
 @dataclass(frozen=True)

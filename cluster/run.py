@@ -12,7 +12,8 @@ from cluster import pool as pools
 from cluster.crew import Crew
 from cluster.dashboard import start_dashboard
 from cluster.judge import Judge
-from cluster.placement import Plan, make_plan, render
+from cluster.placement import make_plan
+from cluster.reservation import reserve
 from cluster.roles import start_coordinator
 from cluster.screen import Screen
 from cluster.session import session
@@ -33,15 +34,8 @@ class Run:
 
     config: Config
     info: TargetInfo
-    plan: Plan
     started: float
     screen: Screen
-
-
-def dry_run(config: Config) -> tuple[dict, str]:
-    """The plan of a run as values and as text; nothing is started and nothing is written but the target's cache."""
-    plan = make_plan(config, describe(resolve_target(config.target.model)))
-    return plan.values(), render(plan)
 
 
 def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
@@ -51,7 +45,7 @@ def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
     started = open_run_dir(config, resume)
     setup_logging(config.run_dir, config.name, "driver", secrets=configs.secrets(config))
     with Screen(quiet) as screen:
-        run = Run(config, info, plan, started, screen)
+        run = Run(config, info, started, screen)
         screen.say(f"run directory {config.run_dir}")
         with session(config.ray, plan):
             return asyncio.run(story(run))
@@ -59,11 +53,13 @@ def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
 
 async def story(run: Run) -> tuple[dict, str]:
     """Capture, train, serve, judge; all at once."""
+    reservation = await asyncio.to_thread(reserve, run.config)
     coordinator = start_coordinator(run.config, run.started)
     await coordinator.versions.remote()
     await coordinator.link.remote("ray", ray.get_runtime_context().gcs_address)
     dashboard = await open_dashboard(run, coordinator)
-    crew, judge = Crew(run.config, run.info, coordinator), Judge(run.config, run.info, coordinator, run.screen)
+    crew, judge = Crew(run.config, run.info, coordinator, reservation), Judge(
+        run.config, run.info, coordinator, run.screen, lambda: crew.traffic)
     watch = asyncio.create_task(observe(run, coordinator, judge))
     interrupted = stop_on_signals(crew, coordinator, run.screen)
     state, reason, trained = "failed", None, None

@@ -9,7 +9,8 @@ from pathlib import Path
 import ray
 import ray._private.worker as ray_worker
 
-from cluster.placement import Plan, check_resources
+from cluster.nodes import check_fit, ray_nodes
+from cluster.placement import Plan
 from torchspec_lite.config import RayConfig
 from torchspec_lite.errors import UserError
 
@@ -23,24 +24,45 @@ SPARE_CPUS = 2
 def session(options: RayConfig, plan: Plan) -> Iterator[None]:
     """Be connected to Ray while the block runs. Raises UserError when the cluster cannot be reached or cannot hold the
     plan."""
-    quiet_ray()
-    common = dict(namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False,
-                  runtime_env={"env_vars": {"PYTHONPATH": _source_path()}})
-    address = options.address or os.environ.get("RAY_ADDRESS")
+    address = address_of(options)
+    if address:
+        _init(f"join the cluster at {address}", address=address)
+    else:
+        cpus = options.num_cpus or int(plan.cpus + SPARE_CPUS + 0.999)
+        _init("start", address="local", num_cpus=cpus, include_dashboard=False,
+              object_store_memory=options.object_store_mib << 20)
     try:
-        if address:
-            ray.init(address=address, **common)
-        else:
-            cpus = options.num_cpus or int(plan.cpus + SPARE_CPUS + 0.999)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False,
-                     object_store_memory=options.object_store_mib << 20, **common)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"Ray: cannot {'join the cluster at ' + address if address else 'start'}: {error}") from error
-    try:
-        check_resources(plan, ray.cluster_resources())
+        for doubt in (*plan.doubts, *check_fit(plan, ray_nodes(ray.nodes()))):
+            log.warning(doubt)
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def visit(address: str) -> Iterator[None]:
+    """Be connected to a cluster that is there. Raises UserError when it cannot be reached."""
+    _init(f"join the cluster at {address}", address=address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def address_of(options: RayConfig) -> str | None:
+    """The cluster to join; None: one is to be started on this machine."""
+    return options.address or os.environ.get("RAY_ADDRESS")
+
+
+def _init(what: str, **arguments) -> None:
+    quiet_ray()
+    try:
+        ray.init(namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False,
+                 runtime_env={"env_vars": {"PYTHONPATH": _source_path()}}, **arguments)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        token = ("; a cluster that `ray start` made may ask for its token: export RAY_AUTH_MODE=token"
+                 if "address" in arguments and arguments["address"] != "local" and "RAY_AUTH_MODE" not in os.environ else "")
+        raise UserError(f"Ray: cannot {what}: {error}{token}") from error
 
 
 def quiet_ray() -> None:

@@ -115,7 +115,10 @@ def test_secrets_are_not_printed(pairs):
 
 
 @pytest.mark.parametrize("endpoint, answer", [("tcp://127.0.0.1:5", True), ("tcp://127.8.8.8:5", True),
-                                              ("tcp://[::1]:5", True), ("tcp://10.0.0.3:5", False)])
+                                              ("tcp://[::1]:5", True), ("tcp://10.0.0.3:5", False),
+                                              ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("lo", True),
+                                              ("localhost", True), ("eth0", False), ("10.0.0.3", False), ("", False),
+                                              ("0.0.0.0", False), ("127.0.0.1.example", False), ("localhost.", False)])
 def test_loopback_is_recognised(endpoint, answer):
     assert is_loopback(endpoint) is answer
 

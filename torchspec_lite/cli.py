@@ -102,9 +102,10 @@ def _positive(text):
 def _train(options):
     from torchspec_lite import config as configs
     config = configs.load(options.config, options.overrides)
-    from cluster import run
     if options.dry_run:
-        return _print(run.dry_run(config), options.json)
+        from cluster.dry_run import dry_run
+        return _print(dry_run(config), options.json)
+    from cluster import run
     return _print(run.train(config, resume=options.resume, quiet=options.json), options.json)
 
 

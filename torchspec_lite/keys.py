@@ -82,9 +82,23 @@ def check_bind_host(host: str) -> None:
         raise UserError(f"stream.host {host!r} would listen on every interface; name one, by address or like eth0")
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Whether a bound TCP endpoint (`tcp://address:port`) is only reachable from this host."""
-    return ip_address(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")).is_loopback
+def host_of(endpoint: str) -> str:
+    """The address in `tcp://address:port`."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def is_loopback(place: str) -> bool:
+    """Whether a host (name, address or interface) or a bound endpoint `tcp://address:port` is this machine's alone.
+
+    A name other than `localhost` and `lo` is not: nobody knows yet where it leads.
+    """
+    host = host_of(place) if place.startswith("tcp://") else place
+    if host in ("localhost", "lo"):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def zap_reply(request: list[bytes], allowed: frozenset[str]) -> list[bytes]:

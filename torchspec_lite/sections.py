@@ -1,8 +1,12 @@
 """The sections of a run's configuration: every key, its type, its default and what it means."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+LABEL = "[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+NodeLabels = dict[Annotated[str, Field(pattern=f"^(?:[a-z0-9.-]+/)?{LABEL}$")], Annotated[str, Field(pattern=f"^{LABEL}$")]]
+"""Labels as Ray's nodes bear them."""
 
 
 class Section(BaseModel):
@@ -72,7 +76,11 @@ class CaptureConfig(Section):
     cpus: float = Field(default=1, gt=0)
     """Ray CPUs a target worker reserves; its engine runs that many threads (rounded up)."""
     gpus: float = Field(default=0, ge=0)
-    """Ray GPUs a target worker reserves."""
+    """Ray GPUs a target worker reserves; all of them are on one node."""
+    node: NodeLabels = {}
+    """Labels of the nodes that may run target workers, as in `ray start --labels role=capture`; empty: any node."""
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    """Tokens a second that one target worker is expected to capture: `--dry-run` works out the network from it."""
 
 
 class StreamConfig(Section):
@@ -86,6 +94,8 @@ class StreamConfig(Section):
     """Most memory a sender's unsent samples may take, MiB; beyond it the engine is held back."""
     encrypt: Literal["auto", "on", "off"] = "auto"
     """CURVE encryption; `auto`: on for every interface that is not loopback."""
+    link_gbit: float | None = Field(default=None, gt=0)
+    """What a node's network carries, Gbit/s: `--dry-run` checks the stream against it. None: not known."""
     shared_memory: bool = True
     """On one host, pass tensors through shared memory and only handles over ZeroMQ."""
     heartbeat_s: float = Field(default=2.0, gt=0)
@@ -160,6 +170,9 @@ class TrainerConfig(Section):
     cpus: float = Field(default=1, gt=0)
     """Ray CPUs a trainer reserves; it runs that many threads (rounded up)."""
     gpus: float = Field(default=0, ge=0)
+    """Ray GPUs a trainer reserves; a fraction shares one."""
+    node: NodeLabels = {}
+    """Labels of the nodes that may run trainers; empty: any node."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -187,6 +200,9 @@ class ServeConfig(Section):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     cpus: float = Field(default=1, gt=0)
     gpus: float = Field(default=0, ge=0)
+    """Ray GPUs a replica reserves; a fraction shares one, several are on one node."""
+    node: NodeLabels = {}
+    """Labels of the nodes that may run replicas; empty: any node."""
     drafter: str | None = None
     """Drafter folder that `torchspec-lite serve` starts with. None: the run's newest promoted version."""
     max_concurrency_for_speculation: int | None = Field(default=None, ge=1)
@@ -269,8 +285,6 @@ class MetricsConfig(Section):
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
-    drift_every: int = Field(default=50, ge=1)
-    """Optimizer steps between drift diagnostics on the held-out set."""
 
 
 class RayConfig(Section):

@@ -1,7 +1,9 @@
 """A group of trainer ranks: what they sum, and how they agree, each step."""
 
 import datetime
+import os
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,6 +19,15 @@ def open_store(host: str, ranks: int) -> dist.TCPStore:
 def join_store(host: str, port: int, ranks: int) -> dist.TCPStore:
     """The meeting place as every other rank sees it. Raises torch's DistNetworkError when rank 0 is not there."""
     return dist.TCPStore(host, port, ranks, is_master=False, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
+
+
+def use_interface(address: str) -> None:
+    """Let gloo and NCCL talk over the interface that has this address; they would guess, by the host's name, and on many
+    machines that is loopback. What the environment says already stays."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in {one.address.partition("%")[0] for one in addresses}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 class Group:

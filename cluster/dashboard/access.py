@@ -5,7 +5,8 @@ import hmac
 from http.cookies import SimpleCookie
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+from torchspec_lite.keys import is_loopback
+
 
 
 class Access:
@@ -31,7 +32,7 @@ class Access:
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             return await _refuse(scope, send, 403, "This page answers only to itself.")
         if self.token is None:
-            if urlsplit("//" + headers.get("host", "")).hostname not in LOOPBACK:
+            if not is_loopback(urlsplit("//" + headers.get("host", "")).hostname or ""):
                 return await _refuse(scope, send, 403, "Open this page as http://127.0.0.1 or give it a token.")
             return await self.app(scope, receive, send)
         if self._has_proof(headers):

@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.dashboard.access import LOOPBACK
 from torchspec_lite.errors import UserError
+from torchspec_lite.keys import is_loopback
 
 STOP_S = 5.0
 
@@ -92,7 +92,7 @@ def run_dashboard(run_dir: Path, host: str = "127.0.0.1", port: int = 8090, toke
 
 def bind(host: str, port: int, token: str | None) -> socket.socket:
     """A listening socket. It is bound before anything starts, so that nobody can take the port in between."""
-    if host not in LOOPBACK and not token:
+    if not is_loopback(host) and not token:
         raise UserError(f"dashboard.host {host}: others can reach it, so it needs dashboard.token (env:NAME reads one)")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
