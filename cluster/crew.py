@@ -32,8 +32,8 @@ class Crew:
     config: Config
     info: TargetInfo
     coordinator: ray.actor.ActorHandle
-    keyring: Keyring = field(init=False)
     reservation: Reservation
+    keyring: Keyring = field(init=False)
     addresses: list[str] = field(default_factory=list)
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     trained: asyncio.Event = field(default_factory=asyncio.Event)

@@ -18,9 +18,9 @@ from ray.serve.exceptions import RayServeException
 
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
+from torchspec_lite.keys import is_loopback
 from workers.engine import engine_env
 from workers.refusal import SwapRefused
-from torchspec_lite.keys import is_loopback
 
 APPLICATION = "torchspec-lite"
 DEPLOYMENT = "Replica"

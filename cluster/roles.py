@@ -1,7 +1,7 @@
 """The Ray actors: each a thin coat over a plain class of workers/ or of this package."""
 
 import asyncio
-import socket
+import logging
 from dataclasses import dataclass
 
 import ray
@@ -60,7 +60,7 @@ class TrainerProcess:
         return self.trainer.listen_to_traffic(stream.host, keys, unencrypted=stream.encrypt == "off")
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: the meeting place of all ranks, as (host, port)."""
+        """Rank 0: the meeting place of all ranks, as (host, port), on the interface that receives the stream."""
         from workers.group import open_store
         host = host_of(self.trainer.receiver.endpoint)
         self.store = open_store(host, self.config.trainer.ranks)
