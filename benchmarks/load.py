@@ -7,6 +7,7 @@ import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 import httpx
 import psutil
@@ -73,12 +74,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
-def process_memory() -> int:
-    """Bytes of memory of all processes under this one that serve: proportional set sizes."""
-    total = 0
+def process_memory() -> dict[str, int]:
+    """Bytes of memory (proportional set sizes) of all processes under this one, by what they call themselves."""
+    sizes = defaultdict(int)
     for process in psutil.Process().children(recursive=True):
         try:
-            total += process.memory_full_info().pss
+            sizes[PurePath((process.cmdline() or [process.name()])[0]).name] += process.memory_full_info().pss
         except psutil.NoSuchProcess:
             continue
-    return total
+    return dict(sizes)

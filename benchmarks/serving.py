@@ -1,7 +1,8 @@
 """What a drafter gains in serving, and what swapping drafters costs those who are being served.
 
 Without --soak: output tokens/s with the drafter against without it, at 1, 4 and 16 requests at once (`speedup_c…`), in
-one engine whose drafter is switched off and on in turns, so that a busy machine slows both.
+one engine whose drafter is switched off and on in turns, so that a busy machine slows both; and from which acceptance
+length on drafting pays at each (`break_even`, for the config), whatever this drafter reaches.
 
 With --soak: an open-loop load (requests arrive by the clock, whether or not others have ended) on a pool, with a swap
 of every replica each --swap-every seconds in every second period and none in the others (`failed_requests`,
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.load import Load, percentile, process_memory
 from benchmarks.machine import machine
+from torchspec_lite.break_even import break_even, pays_up_to
 from torchspec_lite.chat import load_tokenizer, render_prompt
 from torchspec_lite.config import build
 from torchspec_lite.conversations import Dataset, resolve_files
@@ -28,6 +30,7 @@ from torchspec_lite.target_folder import cache_dir, resolve_target
 CONCURRENCIES = (1, 4, 16)
 WARM_UP_S = 20.0
 PERIODS = 4
+MEMORY_EVERY_S = 10.0
 
 
 def main() -> None:
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help="requests at once to measure at")
     parser.add_argument("--soak", action="store_true", help="hold a load while drafters are swapped")
     parser.add_argument("--minutes", type=float, default=20, help="length of the soak")
     parser.add_argument("--rate", type=float, default=0.5, help="requests that arrive in a second of the soak")
@@ -63,10 +67,10 @@ def main() -> None:
 
 
 def speedups(options: argparse.Namespace, target: Path, files: list[Path]) -> dict:
-    """Ratios speedup_c1, speedup_c4, speedup_c16; and up to which concurrency drafting paid."""
+    """Ratios speedup_c1, speedup_c4, speedup_c16; what drafting needs to pay at each, and up to where it does."""
     from workers.evaluate import evaluate
     ratios, figures = {}, {}
-    for concurrency in CONCURRENCIES:
+    for concurrency in options.concurrency:
         found = evaluate(Path(options.drafter), target, files, limit=options.limit, max_tokens=options.max_tokens,
                          num_speculative_tokens=options.num_speculative_tokens, concurrency=concurrency,
                          dtype=options.dtype)
@@ -75,8 +79,10 @@ def speedups(options: argparse.Namespace, target: Path, files: list[Path]) -> di
         ratios[f"speedup_c{concurrency}"] = found["speedup"]
         figures |= {f"{name}_c{concurrency}": found[name] for name in
                     ("tokens_per_s", "tokens_per_s_without", "acceptance_length", "near_ties", "prompts")}
-    pays = [concurrency for concurrency in CONCURRENCIES if ratios[f"speedup_c{concurrency}"] > 1]
-    figures["drafting_pays_up_to"] = max(pays, default=0)
+    table = {concurrency: round(break_even(figures[f"acceptance_length_c{concurrency}"], ratios[f"speedup_c{concurrency}"]), 3)
+             for concurrency in options.concurrency}
+    figures["serve.break_even"] = table
+    figures["drafting_pays_up_to"] = pays_up_to(table, figures[f"acceptance_length_c{options.concurrency[0]}"])
     return {"ratios": ratios, "figures": figures}
 
 
@@ -111,7 +117,8 @@ def soak(options: argparse.Namespace, target: Path, files: list[Path]) -> dict:
 async def _hold(options, pool, versions, prompts) -> dict:
     load = Load(pool.url, "target", prompts, options.max_tokens, options.rate)
     await load.run("warm-up", WARM_UP_S)
-    memory = [process_memory()]
+    memory: list[dict[str, int]] = []
+    watching = asyncio.create_task(_watch_memory(memory))
     pauses, swaps = [], 0
     length = options.minutes * 60 / PERIODS
     for period in range(PERIODS):
@@ -125,14 +132,15 @@ async def _hold(options, pool, versions, prompts) -> dict:
                 swaps += 1
                 pauses.append((await pool.swap(name, versions[swaps % 2]))["load_ms"])
         await loading
-        memory.append(process_memory())
+    watching.cancel()
+    totals = [sum(sizes.values()) for sizes in memory]
     with_swaps, without = load.latencies("with"), load.latencies("without")
     return {
         "ratios": {
             "failed_requests": len(load.failures),
             "swaps": swaps,
             "p99_with_swaps_vs_without": percentile(with_swaps, 99) / percentile(without, 99),
-            "memory_growth": memory[-1] / memory[0] - 1,
+            "memory_growth": _late_growth(totals),
         },
         "figures": {
             "requests": len(with_swaps) + len(without),
@@ -143,10 +151,24 @@ async def _hold(options, pool, versions, prompts) -> dict:
             "token_gap_p99_s_with_swaps": percentile(load.gaps("with"), 99),
             "swap_pause_ms_median": statistics.median(pauses) if pauses else None,
             "swap_pause_ms_p99": percentile(pauses, 99) if pauses else None,
-            "memory_mib": [round(value / 2**20) for value in memory],
+            "memory_mib": [round(total / 2**20) for total in totals],
+            "memory_mib_by_process": {name: [round(sizes.get(name, 0) / 2**20) for sizes in memory] for name in memory[-1]},
             "minutes": options.minutes, "rate": options.rate, "replicas": options.replicas,
         },
     }
+
+
+async def _watch_memory(samples: list[dict[str, int]]) -> None:
+    while True:
+        samples.append(process_memory())
+        await asyncio.sleep(MEMORY_EVERY_S)
+
+
+def _late_growth(totals: list[int]) -> float:
+    """Growth from the second quarter of the soak to the last, by their medians: the first quarter touches memory that is
+    then used again."""
+    quarter = len(totals) // PERIODS
+    return statistics.median(totals[-quarter:]) / statistics.median(totals[quarter:2 * quarter]) - 1
 
 
 if __name__ == "__main__":

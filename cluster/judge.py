@@ -7,8 +7,9 @@ from cluster.pool import Pool
 from cluster.rollout import Rollout, version_counts
 from cluster.screen import Screen
 from cluster.summary import Measurement
+from torchspec_lite.break_even import pays_up_to
 from torchspec_lite.chat import Reject, load_tokenizer, render_prompt
-from torchspec_lite.config import Config
+from torchspec_lite.config import Config, ServeConfig
 from torchspec_lite.conversations import Dataset, resolve_files
 from torchspec_lite.snapshot import Replica
 from torchspec_lite.target import TargetInfo
@@ -65,7 +66,8 @@ class Judge:
         canary = self.rollout.canaries if self.rollout is not None else ()
         found = await self.pool.stats()
         await self.coordinator.pool_report(
-            tuple(_replica(stats, "canary" if stats["replica"] in canary else "serving") for stats in found),
+            tuple(replica_state(stats, "canary" if stats["replica"] in canary else "serving", self.config.serve)
+                  for stats in found),
             sum(version["drafts"] for stats in found for version in stats["versions"]),
             sum(stats["generated"] for stats in found))
 
@@ -109,8 +111,11 @@ class Judge:
         return prompts
 
 
-def _replica(stats: dict, role: str) -> Replica:
-    counts = version_counts(stats)
+def replica_state(stats: dict, role: str, options: ServeConfig) -> Replica:
+    """A replica for the live page, from `workers.server.Replica.stats`."""
+    counts, limit = version_counts(stats), options.max_concurrency_for_speculation
+    drafting = counts.rounds > 0 and limit != "auto" and (limit is None or stats["running"] <= limit)
+    pays = pays_up_to(options.break_even, counts.acceptance_length) if drafting and options.break_even else None
     return Replica(name=stats["replica"], version=int(stats["version"].removeprefix("v")), state="ready", role=role,
                    acceptance_length=counts.acceptance_length if counts.rounds else None, running=stats["running"],
-                   waiting=stats["waiting"], requests=stats["requests"])
+                   waiting=stats["waiting"], requests=stats["requests"], drafting_pays_up_to=pays)

@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from cluster.second_try import PROXY_CALLBACK, EndsWithEngine
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import is_loopback
@@ -49,7 +50,9 @@ class ReplicaDeployment:
             await self.replica.swap(promoted(run_dir))
 
     def __serve_build_asgi_app__(self):
-        return self.replica.app
+        app = self.replica.app
+        app.middleware_stack = EndsWithEngine(app.middleware_stack or app.build_middleware_stack(), self.replica.engine)
+        return app
 
     async def check_health(self) -> None:
         await self.replica.check_health()
@@ -149,7 +152,8 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
     port = claim_port(options.host, options.port)
     write_promoted(run_dir, drafter_dir)
     serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port},
-                logging_config={"log_level": "WARNING", "enable_access_log": False})
+                logging_config={"log_level": "WARNING", "enable_access_log": False},
+                controller_options={"runtime_env": {"env_vars": PROXY_CALLBACK}})
     scale = ({"autoscaling_config": options.autoscaling} if options.autoscaling else
              {"num_replicas": options.replicas})
     deployment = ReplicaDeployment.options(

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from torchspec_lite.snapshot import Snapshot, progress_line, waiting_sentence
+from torchspec_lite.snapshot import Snapshot, progress_line, sentences
 
 PLAIN_EVERY_S = 15.0
 
@@ -44,12 +44,12 @@ class Screen:
             self.live.update(_panel(snapshot))
         elif not self.quiet and time.monotonic() >= self.next_line:
             self.next_line = time.monotonic() + PLAIN_EVERY_S
-            self.console.print(f"{progress_line(snapshot)} · {waiting_sentence(snapshot)}", soft_wrap=True)
+            self.console.print(f"{progress_line(snapshot)} · {sentences(snapshot)}", soft_wrap=True)
 
 
 def _panel(snapshot: Snapshot) -> Table:
     rows = Table.grid(expand=True)
     rows.add_row(ProgressBar(total=max(1, snapshot.prompts_total or 1), completed=snapshot.prompts_done))
     rows.add_row(Text(progress_line(snapshot)))
-    rows.add_row(Text(waiting_sentence(snapshot), style="dim"))
+    rows.add_row(Text(sentences(snapshot), style="dim"))
     return rows

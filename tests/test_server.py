@@ -9,6 +9,7 @@ import pytest
 
 from cluster.pool import check_exposure, claim_port, promoted, write_promoted
 from tests.serving_rig import ANSWER, LiveReplica, TinyTarget
+from torchspec_lite.break_even import WINDOW
 from torchspec_lite.errors import UserError
 from workers.draft_stats import DraftCounter
 
@@ -95,6 +96,27 @@ class TestReplica:
         assert len(counts) == 2
         assert sum(count["drafts"] for count in counts) == rounds > 10
         assert all(count["accepted"] == sum(count["per_position"]) for count in counts)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_auto_drafts_only_where_it_pays_and_always_for_shadow_prompts(target, tmp_path):
+    # What the file's other replica is told by a number, this one finds: one request pays, two never do.
+    config = target.config(max_concurrency_for_speculation="auto", break_even={1: 1.0, 2: 99.0})
+    live = LiveReplica(config, target.path, target.export(target.fresh_drafter(1), tmp_path, 1))
+    try:
+        texts = []
+        _, at_first = live.acceptance(lambda: texts.extend(complete(live, target.prompts)))
+        while at_first < WINDOW:
+            at_first += live.acceptance(lambda: texts.extend(complete(live, target.prompts)))[1]
+        asked = len(texts)
+        _, together = live.acceptance(lambda: texts.extend(complete(live, target.prompts)))
+        _, alone = live.acceptance(lambda: texts.extend(complete(live, target.prompts[:1])))
+        _, shadow = live.acceptance(lambda: live.run(live.replica.shadow(target.prompts, ANSWER)))
+        assert texts == target.texts * (asked // 6 + 1) + target.texts[:1]
+        assert alone > 10 and shadow > 100 > 2 * together
+    finally:
+        live.close()
 
 
 def rounds(drafts, accepted_per_position):

@@ -15,6 +15,7 @@ from torchspec_lite.snapshot import (
     Replica,
     Snapshot,
     SnapshotWriter,
+    drafting_sentence,
     ended,
     format_count,
     format_duration,
@@ -22,6 +23,7 @@ from torchspec_lite.snapshot import (
     progress_line,
     read_snapshot,
     render_status,
+    sentences,
     status,
     waiting_sentence,
     write_snapshot,
@@ -112,6 +114,19 @@ def test_who_waits_at_the_ends_of_a_run():
     for state in ("finished", "stopped", "failed"):
         last = ended(replace(RUNNING, pipeline=waiting), state, None)
         assert "nothing waits" in waiting_sentence(last) and last.pipeline.trained_tokens_per_s == 0
+
+
+@pytest.mark.parametrize("running, most, words", [
+    (8, 4, "Drafting costs more than it gives at this load: at acceptance length 1.55 it pays up to 4 requests at once and 8 "
+           "run; set serve.max_concurrency_for_speculation=auto."),
+    (4, 4, None), (8, None, None)])
+def test_drafting_that_costs_more_than_it_gives_is_said(running, most, words):
+    idle = Replica(name="r0", running=1, acceptance_length=1.6, drafting_pays_up_to=4)
+    busy = Replica(name="r1", running=running, acceptance_length=1.55, drafting_pays_up_to=most)
+    snapshot = replace(RUNNING, replicas=(idle, busy))
+    assert drafting_sentence(snapshot) == words
+    assert sentences(snapshot) == " ".join(filter(None, ["Target and trainers keep pace; nobody waits.", words]))
+    assert drafting_sentence(ended(snapshot, "finished", None)) is None
 
 
 def test_progress_line():

@@ -4,7 +4,7 @@
 """
 
 import types
-from typing import Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -58,6 +58,8 @@ def _kind(annotation) -> str:
         return " or ".join(f"`{choice}`" for choice in inner)
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(one) for one in inner)
+    if origin is Annotated:
+        return _kind(inner[0])
     if origin is list:
         return "list of texts" if inner[0] is str else f"list of {_kind(inner[0])}s"
     if origin is tuple:

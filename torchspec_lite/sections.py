@@ -205,10 +205,21 @@ class ServeConfig(Section):
     """Labels of the nodes that may run replicas; empty: any node."""
     drafter: str | None = None
     """Drafter folder that `torchspec-lite serve` starts with. None: the run's newest promoted version."""
-    max_concurrency_for_speculation: int | None = Field(default=None, ge=1)
-    """Above this many running requests replicas stop drafting (None: always draft)."""
+    max_concurrency_for_speculation: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Above this many running requests (1 or more) a replica stops drafting. `auto`: by `break_even` and the acceptance
+    length of its latest rounds. None: it always drafts."""
+    break_even: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = {}
+    """Acceptance length that drafting needs to pay, by requests at once, as `python -m benchmarks.serving` prints it; the
+    live state then says when drafting costs more than it gives. Empty: not known."""
     autoscaling: dict[str, int | float] | None = None
     """Ray Serve's `autoscaling_config` (min_replicas, max_replicas, …) in place of a fixed number of replicas."""
+
+    @model_validator(mode="after")
+    def _auto_knows_where_it_pays(self):
+        if self.max_concurrency_for_speculation == "auto" and not self.break_even:
+            raise ValueError("max_concurrency_for_speculation: auto needs break_even; `python -m benchmarks.serving` prints it")
+        return self
+
 
 
 class RolloutConfig(Section):

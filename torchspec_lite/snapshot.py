@@ -75,6 +75,8 @@ class Replica:
     waiting: int = 0
     requests: int = 0
     tokens_per_s: float = 0.0
+    drafting_pays_up_to: int | None = None
+    """Most requests at once for which drafting pays at this acceptance length; None: not known, or not drafting now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +219,7 @@ def status(run_dir: Path | str) -> dict:
         "tokens": {"streamed": snapshot.tokens_streamed, "trained": snapshot.tokens_trained},
         "pipeline": tree["pipeline"],
         "waiting": waiting_sentence(snapshot),
+        "drafting": drafting_sentence(snapshot),
         "replicas": tree["replicas"],
         "alarms": tree["alarms"],
         "links": tree["links"],
@@ -250,6 +253,24 @@ def waiting_sentence(snapshot: Snapshot) -> str:
     if not pipe.streamed_tokens_per_s and not pipe.trained_tokens_per_s:
         return "Nothing flows at this moment: the first samples are on their way."
     return "Target and trainers keep pace; nobody waits."
+
+
+def drafting_sentence(snapshot: Snapshot) -> str | None:
+    """That drafting costs more than it gives at the present load, and what to do; None when it does not, or nobody
+    knows."""
+    costly = [replica for replica in snapshot.replicas
+              if replica.drafting_pays_up_to is not None and replica.running > replica.drafting_pays_up_to]
+    if not costly or is_over(snapshot):
+        return None
+    busiest = max(costly, key=lambda replica: replica.running)
+    return (f"Drafting costs more than it gives at this load: at acceptance length {_number(busiest.acceptance_length)} it "
+            f"pays up to {busiest.drafting_pays_up_to} requests at once and {busiest.running} run; set "
+            "serve.max_concurrency_for_speculation=auto.")
+
+
+def sentences(snapshot: Snapshot) -> str:
+    """What a person should know now, for the page and the terminal."""
+    return " ".join(filter(None, (waiting_sentence(snapshot), drafting_sentence(snapshot))))
 
 
 def progress_line(snapshot: Snapshot) -> str:
@@ -313,6 +334,8 @@ def render_status(values: dict) -> str:
         f"{_number(acceptance['served_after'])} now; predicted {_number(acceptance['predicted'])}",
         f"waiting    {values['waiting']}",
     ]
+    if values["drafting"]:
+        lines.append(f"drafting   {values['drafting']}")
     for replica in values["replicas"]:
         lines.append(
             f"replica    {replica['name']}: {replica['state']}, {_version(replica['version'])}, "

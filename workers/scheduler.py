@@ -1,7 +1,14 @@
-"""The capture engine's scheduler: vLLM's own, without the draft tokens that nobody wants."""
+"""The engines' schedulers: vLLM's own, without the draft tokens that nobody wants or that cost more than they give."""
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+
+from torchspec_lite.break_even import Paying
+
+BREAK_EVEN = "break_even"
+"""Key of vLLM's `additional_config` that holds `serve.break_even`."""
 
 
 class CaptureScheduler(Scheduler):
@@ -14,3 +21,40 @@ class CaptureScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Drop the drafts of a step; the states were stored when they were made."""
+
+
+class _DraftsWherePaying:
+    """Drafts only at loads where it pays, by the acceptance of the latest rounds (`serve.max_concurrency_for_speculation:
+    auto`).
+
+    It rewrites vLLM's own table of drafts by batch size, which vLLM reads once a step; so drafting resumes where it left
+    off, and the drafter's keys and values are written all the while. Requests of low priority (shadow prompts, probes) are
+    there to be drafted for, and always are.
+    """
+
+    def __init__(self, vllm_config, *args, **options):
+        super().__init__(vllm_config, *args, **options)
+        self.paying = Paying({int(running): length for running, length in
+                              vllm_config.additional_config[BREAK_EVEN].items()})
+
+    def schedule(self, *args, **options) -> SchedulerOutput:
+        most = self.paying.step()
+        if most is None or any(request.priority > 0 for request in self.running):
+            most = len(self.dynamic_sd_lookup)
+        self.dynamic_sd_lookup[:] = [self.num_spec_tokens if running <= most else 0
+                                     for running in range(len(self.dynamic_sd_lookup))]
+        return super().schedule(*args, **options)
+
+    def make_spec_decoding_stats(self, *args, num_draft_tokens: int, num_accepted_tokens: int, **options):
+        if num_draft_tokens:
+            self.paying.verified(num_accepted_tokens)
+        return super().make_spec_decoding_stats(*args, num_draft_tokens=num_draft_tokens,
+                                                num_accepted_tokens=num_accepted_tokens, **options)
+
+
+class ServingScheduler(_DraftsWherePaying, Scheduler):
+    """Without asynchronous scheduling, as on a CPU."""
+
+
+class AsyncServingScheduler(_DraftsWherePaying, AsyncScheduler):
+    """With asynchronous scheduling, as on a GPU. Written from vLLM 0.32's source; it was not run."""

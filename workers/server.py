@@ -25,6 +25,7 @@ from workers.api_key import NeedsKey
 from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
 from workers.refusal import SwapRefused
+from workers.scheduler import BREAK_EVEN
 
 EXTENSION = "workers.hot_swap.ServingExtension"
 ANSWER_S = 120.0
@@ -120,7 +121,7 @@ class Replica:
         async with self._changing:
             await self._all_ranks_plain("draft_log_start")
             try:
-                answers = await self._generate(prompts, max_tokens, priority=0)
+                answers = await self._generate(prompts, max_tokens, priority=LOW_PRIORITY)
             finally:
                 logs = await self._all_ranks_plain("draft_log_take")
         found = []
@@ -206,7 +207,8 @@ def serving_args(config: Config, target_dir: str, version_dir: str) -> dict:
         "per_request_spec_decode_metrics": "summary",
         "scheduling_policy": "priority",
         "speculative_config": speculative_config(serve, version_dir),
-    }
+        "additional_config": {BREAK_EVEN: serve.break_even},
+    } | _scheduler(serve)
 
 
 def speculative_config(serve: ServeConfig, version_dir: str) -> dict:
@@ -214,10 +216,19 @@ def speculative_config(serve: ServeConfig, version_dir: str) -> dict:
     writing the drafter's keys and values, so that drafting resumes where it left off."""
     chosen = {"method": "eagle3", "model": version_dir, "num_speculative_tokens": serve.num_speculative_tokens}
     most = serve.max_concurrency_for_speculation
-    if most is not None and most < serve.max_num_seqs:
+    if most == "auto":
+        most = serve.max_num_seqs - 1  # to begin with; the scheduler goes on from there
+    if most is not None and 0 < most < serve.max_num_seqs:
         chosen["num_speculative_tokens_per_batch_size"] = [
             (1, most, serve.num_speculative_tokens), (most + 1, serve.max_num_seqs, 0)]
     return chosen
+
+
+def _scheduler(serve: ServeConfig) -> dict:
+    """The scheduler that switches drafting by itself, where that is asked for and there is anything to switch."""
+    if serve.max_concurrency_for_speculation != "auto" or serve.max_num_seqs == 1:
+        return {}
+    return {"scheduler_cls": f"workers.scheduler.{'AsyncServingScheduler' if serve.gpus else 'ServingScheduler'}"}
 
 
 def _draft_counts(metrics) -> dict:

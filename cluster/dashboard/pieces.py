@@ -6,7 +6,7 @@ from html import escape
 
 from cluster.dashboard.charts import STATE_WORDS, predicted_line
 from cluster.dashboard.view import View
-from torchspec_lite.snapshot import Buffer, Pipeline, Snapshot, format_count, format_duration, waiting_sentence
+from torchspec_lite.snapshot import Buffer, Pipeline, Snapshot, format_count, format_duration, sentences
 
 STATES = {
     "starting": "Starting",
@@ -95,7 +95,7 @@ def progress(view: View) -> str:
 
 
 def sentence(view: View) -> str:
-    words = waiting_sentence(view.snapshot) if view.snapshot else "The run has not written its status yet."
+    words = sentences(view.snapshot) if view.snapshot else "The run has not written its status yet."
     return f"<p class='sentence' data-value='waiting'>{escape(words)}</p>"
 
 
