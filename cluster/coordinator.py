@@ -13,7 +13,7 @@ from torchspec_lite.ledger import Ledger
 from torchspec_lite.parity import ParityProbe
 from torchspec_lite.snapshot import Replica, Snapshot, ended, write_snapshot
 from torchspec_lite.target_folder import cache_dir
-from workers.reports import Export, TargetReport, TrainerReport
+from workers.reports import Export, PaceReport, TargetReport, TrainerReport
 
 LONG_POLL_S = 20.0
 """Longest time a call waits for news before it answers that there is none; callers ask again."""
@@ -107,6 +107,12 @@ class Coordinator:
         await self._wake()
         return taken
 
+    async def arrived(self, deliveries: list[tuple[str, int]], rank: int) -> dict[str, int]:
+        """A trainer holds these (id, tokens) of served requests. Returns those it may train with their passes."""
+        taken = self.ledger.arrived(deliveries, rank)
+        self.observer.streamed(sum(tokens for id, tokens in deliveries if id in taken))
+        return taken
+
     async def trained(self, samples: list[tuple[str, int]], step: int) -> None:
         """Optimizer step `step` used each of these (id, attempt) once."""
         self.ledger.trained(samples, step)
@@ -131,6 +137,10 @@ class Coordinator:
             await self._news(lambda: self._outstanding(below) == 0)
             return self._outstanding(below)
 
+    async def coming(self, below: int) -> int:
+        """`outstanding` of now, without waiting."""
+        return self._outstanding(below)
+
     async def exported(self, export: Export) -> None:
         """A new drafter version is on the disk, verified."""
         self.ledger.add_version(export.version, export.step, export.samples, export.parent, export.predicted_walked)
@@ -145,6 +155,12 @@ class Coordinator:
         """A trainer's receiver refused a sample: it is rejected for that reason."""
         self.observer.refused(reason.partition(":")[0])
         await self.rejected(id, attempt, reason.partition(":")[0], reason)
+
+    async def serving_version(self) -> int | None:
+        return self.observer.serving_version
+
+    async def pace(self, report: PaceReport) -> None:
+        self.observer.traffic_window(report)
 
     async def trainer_report(self, report: TrainerReport) -> None:
         self.observer.trainer(report)
@@ -203,8 +219,12 @@ class Coordinator:
     async def swapped(self, replica: str, version: int, seconds: float) -> None:
         self.observer.swap(replica, version, seconds)
 
-    async def pool_report(self, replicas: tuple[Replica, ...], rounds: int, tokens: int) -> None:
-        self.observer.pool(replicas, rounds, tokens)
+    async def pool_report(self, replicas: tuple[Replica, ...], rounds: int, accepted: int, tokens: int) -> None:
+        self.observer.pool(replicas, rounds, accepted, tokens)
+
+    async def traffic_report(self, found: list[dict]) -> None:
+        """What each replica captured: `workers.server.Replica.traffic`."""
+        self.observer.traffic_captured(found)
 
     async def link(self, name: str, url: str) -> None:
         self.observer.links[name] = url
@@ -246,7 +266,8 @@ class Coordinator:
 
     async def account(self) -> dict:
         """The ledger's account of every training sample, the rejected ones' reasons and what reports were ignored."""
-        return {"samples": self.ledger.account(), "reasons": self.ledger.reasons(), "ignored": self.ledger.ignored()}
+        return {"samples": self.ledger.account(), "traffic": self.ledger.account("traffic"),
+                "reasons": self.ledger.reasons(), "ignored": self.ledger.ignored()}
 
     async def observe(self) -> Snapshot:
         """The live state, which is written to the run directory too."""
@@ -266,7 +287,8 @@ class Coordinator:
     def _observe(self):
         account = self.ledger.account()
         del account["all"]
-        return self.observer.tick(account, self.ledger.reasons())
+        served = self.ledger.account("traffic") if self.config.traffic.fraction else None
+        return self.observer.tick(account, self.ledger.reasons(), served)
 
     def _untried(self) -> list[int]:
         return [row["version"] for row in self.ledger.versions() if row["state"] == "exported"]

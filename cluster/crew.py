@@ -27,7 +27,8 @@ BACKOFF_S = (1, 5, 30, 60)
 
 @dataclass
 class Crew:
-    """What both crews need. `addresses` are the receivers of the present trainers, one a rank."""
+    """What both crews need. `addresses` are the receivers of the present trainers, one a rank; `traffic` those for served
+    requests, none while there are no trainers."""
 
     config: Config
     info: TargetInfo
@@ -35,6 +36,7 @@ class Crew:
     reservation: Reservation
     keyring: Keyring = field(init=False)
     addresses: list[str] = field(default_factory=list)
+    traffic: list[ReceiverAddress] = field(default_factory=list)
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     trained: asyncio.Event = field(default_factory=asyncio.Event)
     trainers: list = field(default_factory=list)
@@ -68,6 +70,10 @@ class Crew:
             async with asyncio.timeout(START_LIMIT_S):
                 self.addresses = await _all(trainer.listen.remote(keys) for trainer, keys in zip(
                     self.trainers, self.keyring.receivers))
+                if self.config.traffic.fraction:
+                    doors = await _all(trainer.listen_to_traffic.remote(keys) for trainer, keys in zip(
+                        self.trainers, self.keyring.traffic))
+                    self.traffic = [ReceiverAddress(door, keys) for door, keys in zip(doors, self.keyring.replicas)]
                 meeting = await self.trainers[0].open_store.remote() if len(self.trainers) > 1 else None
                 for name, target in self.targets.items():
                     await self._point(name, target)
@@ -76,7 +82,7 @@ class Crew:
         finally:
             for trainer in self.trainers:
                 ray.kill(trainer)
-            self.trainers = []
+            self.trainers, self.traffic = [], []
 
     async def _watch(self, training: list) -> dict:
         tasks = [asyncio.ensure_future(_result(reference)) for reference in training]

@@ -1,9 +1,10 @@
 """The judge: has the pool serve the newest version that is good enough, and measures what it brings."""
 
 import asyncio
+from collections.abc import Callable
 
 from cluster import pool as pools
-from cluster.pool import Pool
+from cluster.pool import Pool, ReplicaGone
 from cluster.rollout import Rollout, version_counts
 from cluster.screen import Screen
 from cluster.summary import Measurement
@@ -16,14 +17,17 @@ from torchspec_lite.target import TargetInfo
 from torchspec_lite.target_folder import cache_dir
 from workers.link import Awaited
 from workers.reports import Export
+from workers.target_address import ReceiverAddress
 
 
 class Judge:
     """One for a run. `judge_versions` starts the pool with the first version and takes each later one through the
     rollout; `report` tells the coordinator how the replicas are."""
 
-    def __init__(self, config: Config, info: TargetInfo, coordinator, screen: Screen):
-        self.config, self.info, self.screen = config, info, screen
+    def __init__(self, config: Config, info: TargetInfo, coordinator, screen: Screen,
+                 receivers: Callable[[], list[ReceiverAddress]]):
+        """`receivers`: where the present trainers take served requests."""
+        self.config, self.info, self.screen, self.receivers = config, info, screen, receivers
         self.coordinator = Awaited(coordinator)
         self.pool: Pool | None = None
         self.rollout: Rollout | None = None
@@ -46,7 +50,8 @@ class Judge:
         self.screen.say(f"serving at {self.pool.url}/v1")
         await self.coordinator.link("endpoint", self.pool.url)
         await self.coordinator.version_state(first.version, "promoted", "the first version served")
-        self.rollout = Rollout(self.config, self.pool, self.coordinator, self._held_out_prompts(),
+        held_out = self._held_out_prompts()
+        self.rollout = Rollout(self.config, self.pool, self.coordinator, held_out,
                                self.info.fingerprint, first)
         before = Measurement(first.version, await self.rollout.measure(first))
         overrides = asyncio.create_task(self._hear_overrides())
@@ -57,6 +62,7 @@ class Judge:
         finally:
             overrides.cancel()
         serving = self.rollout.serving
+        self.rollout.ask(held_out)  # as before, whatever users asked meanwhile
         return before, Measurement(serving.version, await self.rollout.measure(serving)), serving.predicted_walked
 
     async def report(self) -> None:
@@ -69,7 +75,21 @@ class Judge:
             tuple(replica_state(stats, "canary" if stats["replica"] in canary else "serving", self.config.serve)
                   for stats in found),
             sum(version["drafts"] for stats in found for version in stats["versions"]),
+            sum(version["accepted"] for stats in found for version in stats["versions"]),
             sum(stats["generated"] for stats in found))
+        if self.config.traffic.fraction:
+            await self._direct_traffic()
+
+    async def _direct_traffic(self) -> None:
+        """Have each replica, a restarted one too, stream to the trainers of now."""
+        receivers, found = self.receivers(), await self.pool.traffic()
+        for replica in found:
+            if receivers and replica.get("receivers") != [receiver.endpoint for receiver in receivers]:
+                try:
+                    await self.pool.capture(replica["replica"], receivers)
+                except ReplicaGone:
+                    continue
+        await self.coordinator.traffic_report(found)
 
     async def _first(self) -> Export | None:
         """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""
@@ -118,4 +138,5 @@ def replica_state(stats: dict, role: str, options: ServeConfig) -> Replica:
     pays = pays_up_to(options.break_even, counts.acceptance_length) if drafting and options.break_even else None
     return Replica(name=stats["replica"], version=int(stats["version"].removeprefix("v")), state="ready", role=role,
                    acceptance_length=counts.acceptance_length if counts.rounds else None, running=stats["running"],
-                   waiting=stats["waiting"], requests=stats["requests"], drafting_pays_up_to=pays)
+                   waiting=stats["waiting"], requests=stats["requests"], tokens=stats["generated"],
+                   drafting_pays_up_to=pays)

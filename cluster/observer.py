@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 
-from torchspec_lite.config import Config
+from torchspec_lite.config import SECRETS, Config
 from torchspec_lite.metrics import Metrics
-from torchspec_lite.snapshot import Alarm, Buffer, Pipeline, Replica, Snapshot, SnapshotWriter
-from workers.reports import TargetReport, TrainerReport
+from torchspec_lite.snapshot import Alarm, Buffer, Pipeline, Replica, Snapshot, SnapshotWriter, Traffic
+from workers.reports import PaceReport, TargetReport, TrainerReport
 
 RATE_WINDOW_S = 20.0
 ALARMS_SHOWN = 20
@@ -37,8 +38,8 @@ class Observer:
 
     def __init__(self, config: Config, run_dir: Path, started: float):
         self.config, self.started = config, started
-        self.metrics = Metrics(run_dir, config.metrics, config.model_dump(mode="json", exclude={
-            "serve": {"api_key"}, "dashboard": {"token"}}))
+        hidden = {section: {key} for section, key in SECRETS}
+        self.metrics = Metrics(run_dir, config.metrics, config.model_dump(mode="json", exclude=hidden))
         self.writer = SnapshotWriter(run_dir)
         self.state, self.reason = "starting", None
         self.trainers: dict[int, TrainerReport] = {}
@@ -49,10 +50,13 @@ class Observer:
         self.tokens_streamed = 0
         self.predicted = self.served_before = self.served = None
         self.version = self.serving_version = None
-        self.rates = {name: Rate() for name in ("streamed", "trained", "target_wait", "trainer_wait")}
+        self.rates = {name: Rate() for name in (
+            "streamed", "trained", "target_wait", "trainer_wait", "rounds", "accepted")}
         self.alarms_total = 0
         self.outcomes: dict[str, int] = {}
         self.refusals: dict[str, int] = {}
+        self.replica_rates: dict[str, Rate] = {}
+        self.traffic = Traffic()
 
     def trainer(self, report: TrainerReport) -> None:
         """Take a trainer's report in; rank 0's becomes metrics of its step."""
@@ -112,11 +116,19 @@ class Observer:
     def swap(self, replica: str, version: int, seconds: float) -> None:
         self.metrics.record({"swap_seconds": seconds, "serving_drafter_version": version}, labels={"replica": replica})
 
-    def pool(self, replicas: tuple[Replica, ...], rounds: int, tokens: int) -> None:
-        """The replicas now; `rounds` and `tokens` are totals of those that live."""
-        for gone in {replica.name for replica in self.replicas} - {replica.name for replica in replicas}:
+    def pool(self, replicas: tuple[Replica, ...], rounds: int, accepted: int, tokens: int) -> None:
+        """The replicas now; draft `rounds`, `accepted` drafts and `tokens` are totals of those that live."""
+        now, names = time.monotonic(), {replica.name for replica in replicas}
+        for gone in {replica.name for replica in self.replicas} - names:
             self.metrics.forget("replica", gone)
-        self.replicas = replicas
+        self.replica_rates = {name: self.replica_rates.get(name) or Rate() for name in names}
+        for replica in replicas:
+            self.replica_rates[replica.name].add(replica.tokens, now)
+        self.replicas = tuple(replace(replica, tokens_per_s=self.replica_rates[replica.name].value()) for replica in replicas)
+        self.rates["rounds"].add(rounds, now)
+        self.rates["accepted"].add(accepted, now)
+        if self.rates["rounds"].value():
+            self.metrics.record({"live_acceptance_length": 1 + self.rates["accepted"].value() / self.rates["rounds"].value()})
         self.metrics.record({"served_requests_total": sum(replica.requests for replica in replicas),
                              "served_tokens_total": tokens, "draft_rounds_total": rounds})
         for replica in replicas:
@@ -124,6 +136,27 @@ class Observer:
             if replica.acceptance_length is not None:
                 self.metrics.record({"served_acceptance_length_by_replica": replica.acceptance_length},
                                     labels={"replica": replica.name})
+
+    def traffic_captured(self, found: list[dict]) -> None:
+        """What the replicas captured of their requests."""
+        left_out = Counter()
+        for replica in found:
+            left_out.update(replica.get("left_out", {}))
+        totals = {name: sum(replica.get(name, 0) for replica in found)
+                  for name in ("requests", "excluded", "sampled", "sent", "sent_tokens")}
+        self.traffic = replace(self.traffic, **totals, left_out=dict(left_out))
+        self.metrics.record({"traffic_requests_total": totals["requests"], "traffic_excluded_total": totals["excluded"],
+                             "traffic_sampled_total": totals["sampled"], "traffic_sent_tokens_total": totals["sent_tokens"]})
+        for reason, number in left_out.items():
+            self.metrics.record({"traffic_left_out_total": number}, labels={"reason": reason})
+
+    def traffic_window(self, report: PaceReport) -> None:
+        """What rank 0 predicts on present traffic."""
+        self.traffic = replace(self.traffic, window=report.window, window_serving=report.serving,
+                               window_candidate=report.candidate, resting=report.resting)
+        self.metrics.record({"predicted_acceptance_length": report.serving}, labels={"split": "traffic_serving"})
+        if report.candidate is not None:
+            self.metrics.record({"predicted_acceptance_length": report.candidate}, labels={"split": "traffic_candidate"})
 
     def judged(self, outcome: str) -> None:
         """A version's rollout ended: promoted, rolled_back or refused."""
@@ -140,8 +173,10 @@ class Observer:
         self.alarms_total += 1
         self.metrics.record({"alarms_total": self.alarms_total})
 
-    def tick(self, counts: dict[str, int], rejects: dict[str, int]) -> Snapshot:
-        """Once a second: rates, flow metrics and the snapshot on disk."""
+    def tick(self, counts: dict[str, int], rejects: dict[str, int], served: dict[str, int] | None = None) -> Snapshot:
+        """Once a second: rates, flow metrics and the snapshot on disk. `served`: the ledger's account of traffic."""
+        if served is not None:
+            self.traffic = replace(self.traffic, samples=served)
         now = time.monotonic()
         targets, trainers = list(self.targets.values()), list(self.trainers.values())
         trained = trainers[0].tokens if trainers else 0
@@ -173,7 +208,7 @@ class Observer:
             tokens_trained=first.tokens, loss=first.loss, learning_rate=first.learning_rate, predicted=self.predicted,
             served_before=self.served_before, served=self.served, version=self.version,
             serving_version=self.serving_version, pipeline=pipeline, replicas=self.replicas,
-            alarms=tuple(self.alarms), links=dict(self.links))
+            traffic=self.traffic if self.config.traffic.fraction else None, alarms=tuple(self.alarms), links=dict(self.links))
 
     def _record_flow(self, pipeline: Pipeline, counts: dict[str, int], rejects: dict[str, int]) -> None:
         record = self.metrics.record

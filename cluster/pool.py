@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import ray
@@ -22,6 +23,7 @@ from torchspec_lite.errors import UserError
 from torchspec_lite.keys import is_loopback
 from workers.engine import engine_env
 from workers.refusal import SwapRefused
+from workers.target_address import ReceiverAddress
 
 APPLICATION = "torchspec-lite"
 DEPLOYMENT = "Replica"
@@ -103,6 +105,19 @@ class Pool:
     async def shadow(self, replica: str, prompts: list[list[int]], max_tokens: int) -> list[dict]:
         """Draft rounds of one replica on given prompts at low priority: `Replica.shadow`. Raises ReplicaGone."""
         return await self._ask_one(replica, "shadow", [prompts, max_tokens], SWAP_WAIT_S)
+
+    async def traffic(self) -> list[dict]:
+        """What every replica that answers captured of its requests: `Replica.traffic`."""
+        return [answer["value"] for answer in await self._ask(None, "traffic", [], STATS_WAIT_S)]
+
+    async def capture(self, replica: str, receivers: list[ReceiverAddress]) -> None:
+        """Have one replica stream sampled requests to these receivers. Raises ReplicaGone."""
+        await self._ask_one(replica, "capture", [receivers], STATS_WAIT_S)
+
+    async def recent_prompts(self, count: int) -> list[list[int]]:
+        """Token ids of up to `count` prompts sampled last, from all replicas in turn; kept in memory only."""
+        answers = await self._ask(None, "recent_prompts", [count], STATS_WAIT_S)
+        return [prompt for row in zip_longest(*(answer["value"] for answer in answers)) for prompt in row if prompt][:count]
 
     async def set_drafting(self, enabled: bool) -> None:
         """Switch drafting off or on in every replica, to measure. Raises UserError where vLLM cannot."""

@@ -172,10 +172,15 @@ def _number(name: str) -> int:
 
 @dataclass(frozen=True)
 class Keyring:
-    """CURVE keys of one attempt of a run, made in the driver's memory: each end gets its own and no other's secret."""
+    """CURVE keys of one attempt of a run, made in the driver's memory: each end gets its own and no other's secret.
+
+    Serving replicas, which come and go, share one pair, and send to receivers (`traffic`) that take no one else.
+    """
 
     receivers: list[ReceiverKeys | None]
     senders: dict[str, list[SenderKeys | None]]
+    traffic: list[ReceiverKeys | None]
+    replicas: list[SenderKeys | None]
 
 
 def make_keyring(config: Config, targets: list[str]) -> Keyring:
@@ -183,8 +188,12 @@ def make_keyring(config: Config, targets: list[str]) -> Keyring:
     ranks = range(config.trainer.ranks)
     encrypt = config.stream.encrypt
     if encrypt == "off" or encrypt == "auto" and is_loopback(config.stream.host):
-        return Keyring([None for _ in ranks], {name: [None for _ in ranks] for name in targets})
+        none = [None for _ in ranks]
+        return Keyring(none, {name: none for name in targets}, none, none)
     ends, pairs = [make_pair() for _ in ranks], {name: make_pair() for name in targets}
+    doors, replica = [make_pair() for _ in ranks], make_pair()
     allowed = frozenset(pair.public for pair in pairs.values())
     return Keyring([ReceiverKeys(end, allowed) for end in ends],
-                   {name: [SenderKeys(pair, end.public) for end in ends] for name, pair in pairs.items()})
+                   {name: [SenderKeys(pair, end.public) for end in ends] for name, pair in pairs.items()},
+                   [ReceiverKeys(door, frozenset({replica.public})) for door in doors],
+                   [SenderKeys(replica, door.public) for door in doors])

@@ -18,6 +18,8 @@ from torchspec_lite.parity import compare_drafts
 from workers.refusal import SwapRefused
 from workers.reports import Export
 
+RECENT_PROMPTS = 32
+"""Users' recent prompts that a version is compared on, where traffic is captured."""
 Decision = Literal["promote", "roll_back", "wait"]
 
 
@@ -105,6 +107,7 @@ class Rollout:
                 self.canaries = []
 
     async def _introduce(self, export: Export) -> str:
+        await self._ask_as_users_do()
         refusal = self._gate(export)
         if refusal:
             return await self._end(export, "refused", refusal)
@@ -153,7 +156,9 @@ class Rollout:
             verify(Path(export.directory), self.fingerprint)
         except UserError as error:
             return str(error)
-        predicted, serving = export.predicted_walked, self.serving.predicted_walked
+        predicted, serving = export.predicted_walked, export.serving_walked
+        if serving is None:
+            serving = self.serving.predicted_walked
         if predicted is not None and serving is not None and predicted < serving - self.options.gate_margin:
             return f"predicted acceptance length {predicted:.3f}, the serving version's is {serving:.3f}"
         return None
@@ -162,6 +167,19 @@ class Rollout:
         # A swap does not take a replica out of service, but one that fails may: count it as down.
         return len(replicas) > 0 and (
             self.pool.replica_count == 1 or len(replicas) - 1 >= self.options.min_capacity * self.pool.replica_count - 1e-9)
+
+    async def _ask_as_users_do(self) -> None:
+        """Where traffic is captured, shadow prompts are recent ones of users: versions are made for present traffic."""
+        if not self.config.traffic.fraction:
+            return
+        recent = await self.pool.recent_prompts(RECENT_PROMPTS)
+        if len(recent) >= self.options.shadow_prompts:
+            self.ask(recent)
+
+    def ask(self, prompts: list[list[int]]) -> None:
+        """Compare and measure versions on these shadow prompts from now on."""
+        self.shadow_prompts = prompts
+        self.shadow.clear()
 
     async def _swap(self, name: str, export: Export) -> None:
         result = await self.pool.swap(name, export.directory)

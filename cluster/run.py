@@ -58,7 +58,8 @@ async def story(run: Run) -> tuple[dict, str]:
     await coordinator.versions.remote()
     await coordinator.link.remote("ray", ray.get_runtime_context().gcs_address)
     dashboard = await open_dashboard(run, coordinator)
-    crew, judge = Crew(run.config, run.info, coordinator, reservation), Judge(run.config, run.info, coordinator, run.screen)
+    crew, judge = Crew(run.config, run.info, coordinator, reservation), Judge(
+        run.config, run.info, coordinator, run.screen, lambda: crew.traffic)
     watch = asyncio.create_task(observe(run, coordinator, judge))
     interrupted = stop_on_signals(crew, coordinator, run.screen)
     state, reason, trained = "failed", None, None

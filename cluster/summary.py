@@ -25,6 +25,7 @@ def summarize(run_dir: Path, state: str, account: dict, trained: dict, before: M
     values = {
         "run_dir": str(run_dir), "state": state, "failed": state == "failed", "seconds": round(seconds, 1),
         "samples": samples, "balanced": settled == samples["all"], "rejected": account["reasons"],
+        "traffic": account["traffic"],
         "drafter": {"version": trained["version"], "step": trained["step"]}, "tokens_trained": trained["tokens"],
         "phases": {name: round(seconds, 1) for name, seconds in trained["phases"].items()},
         "trace": trained["trace"],
@@ -51,6 +52,9 @@ def _page(values, before, after, profiled, next_command):
     parts = [f"{samples[state]} {state}" for state in ("durable", "rejected", "queued")]
     others = [f"{samples[state]} {state}" for state in ("leased", "streamed", "trained") if samples[state]]
     yield f"samples: {' + '.join(parts + others)} = {samples['all']}" + ("" if values["balanced"] else "  (not settled)")
+    served = values["traffic"]
+    if served["all"]:
+        yield f"served requests: {served['durable']} durable + {served['rejected']} rejected = {served['all']}"
     for reason, number in values["rejected"].items():
         yield f"  rejected, {reason}: {number}"
     yield (f"{values['state']} after {values['seconds'] / 60:.1f} minutes: step {values['drafter']['step']}, version "

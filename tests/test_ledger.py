@@ -321,3 +321,33 @@ def test_what_was_reported_survives_kill_9(tmp_path, lines):
     account = with_ledger.account()
     assert account["durable"] + account["queued"] == account["all"] == 4000
     assert account["durable"] == sum(passes == 2 for passes in held.values())
+
+
+# Served requests
+
+def test_a_served_request_is_never_queued(ledger):
+    assert ledger.arrived([("t1", 40), ("t2", 50)], rank=0) == {"t1": 0, "t2": 0}
+    assert ledger.arrived([("t2", 50)], rank=0) == {"t2": 0}  # a repeated report
+    assert ledger.trained([("t1", 1)], 1) == ["t1"]
+    assert ledger.arrived([("t1", 40)], rank=0) == {}
+    assert ledger.checkpointed(1) == 1
+    assert ledger.restore(1) == 0
+    assert ledger.account("traffic") == dict(queued=0, leased=0, streamed=0, trained=0, durable=1, rejected=1, all=2)
+    assert ledger.reasons() == {"not_kept": 1}
+    assert ledger.arrived([("t2", 50)], rank=0) == {}
+    assert ledger.account()["all"] == 6 and [lease.id for lease in ledger.lease("w", 9, 0)] == [f"s{i}" for i in range(6)]
+
+
+def test_settled_served_requests_are_counted_and_forgotten(ledger):
+    for step in range(1, 51):
+        ids = [f"t{step}-{place}" for place in range(4)]
+        ledger.arrived([(id, 10) for id in ids], rank=0)
+        ledger.trained([(id, 1) for id in ids[:3]], step)
+        ledger.rejected(ids[3], 1, "too_old")
+        ledger.checkpointed(step)
+    account = ledger.account("traffic")
+    assert (account["durable"], account["rejected"], account["all"]) == (150, 50, 200)
+    assert ledger.reasons() == {"too_old": 50}
+    held = ledger._db.execute("SELECT COUNT(*) FROM samples WHERE purpose = 'traffic'").fetchone()[0]
+    assert held <= 4 and ledger._db.execute("SELECT COUNT(*) FROM passes").fetchone()[0] <= 4
+    assert ledger.account()["queued"] == 6

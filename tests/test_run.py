@@ -165,3 +165,49 @@ def test_the_drafter_serves_with_the_openai_protocol(place):
         assert server.wait(60) == 0, server.stderr.read()[-2000:]
     finally:
         server.kill()
+
+
+def test_the_loop_closes_on_served_traffic(place):
+    """Users' requests alone keep the trainer going: their states are trained on, versions follow, nothing is queued."""
+    process = subprocess.Popen(
+        [*COMMAND, "train", "config.yaml", "name=closed", "traffic.fraction=1", "traffic.prefer_low_acceptance=0",
+         "traffic.export_margin=0", "traffic.window=8", "data.max_prompts=20", "--json"],
+        cwd=place, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run_dir = place / "runs" / "closed"
+
+    def served():
+        if not (run_dir / "status.json").exists():
+            return None
+        snapshot = read_snapshot(run_dir)
+        return snapshot.traffic if snapshot.links and "endpoint" in snapshot.links else None
+
+    try:
+        wait_for(lambda: served() is not None, process, 300, "the endpoint")
+        url = read_snapshot(run_dir).links["endpoint"]
+        asked = iter(range(10**6))
+
+        def learned():
+            number = next(asked)
+            answer = httpx.post(f"{url}/v1/chat/completions", timeout=60, json={
+                "model": "target", "max_tokens": 30, "messages": [{"role": "user", "content": f"request {number}"}]},
+                headers={"X-Torchspec-Lite-Capture": "no"} if number % 5 == 0 else {})
+            assert answer.status_code == 200, answer.text
+            return (served().samples or {}).get("durable", 0) >= 20
+
+        wait_for(learned, process, 300, "served requests to become durable")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-3000:]
+    result = json.loads(out)
+    traffic = result["traffic"]
+    assert result["state"] == "stopped" and result["balanced"]
+    assert traffic["durable"] >= 20 and traffic["durable"] + traffic["rejected"] == traffic["all"]
+    assert traffic["queued"] == traffic["leased"] == 0
+    seen = read_snapshot(run_dir).traffic
+    assert seen.excluded > 0 and seen.sampled <= seen.requests - seen.excluded
+    # No text and no states of a request are on the disk: neither its words, nor tensors beyond weights and optimizer.
+    for path in run_dir.rglob("*"):
+        if path.is_file() and path.suffix in (".json", ".jsonl", ".sqlite", ".sqlite-wal", ".tail", ".parquet", ".yaml"):
+            assert b"request 1" not in path.read_bytes(), path

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,6 +217,30 @@ def test_peer_of_another_version_is_refused_by_name(closing, version, age):
     assert receiver.events()[0].kind == "banned"
 
 
+@pytest.mark.parametrize("frame, words", [
+    (b'h{"version":1}', "version 1, older than"), (b"h\x01{}", "version 1, older than"),
+    (b"p" + bytes([control.VERSION + 1]) + b"{}", f"version {control.VERSION + 1}, newer than")])
+def test_control_messages_of_another_version_are_refused_by_name(closing, frame, words):
+    notices = Notices()
+    receiver = receiver_of(closing, on_event=notices)
+    stranger = closing(Stranger(receiver.endpoint))
+    stranger.socket.send(frame)
+    assert stranger.is_cut()
+    reason = notices.wait("banned").reason
+    assert reason.startswith(f"version: control message of {words} this program's {control.VERSION};")
+
+
+def test_a_sender_names_a_receiver_of_another_version(closing):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger, router.rcvtimeo = 0, LIMIT_S * 1000
+        router.bind("tcp://127.0.0.1:0")
+        sender = sender_of(closing, router.last_endpoint.decode())
+        address, _ = router.recv_multipart()
+        router.send_multipart([address, b'W{"session":"s","shared":false,"held":[]}'])
+        with pytest.raises(StreamError, match="target-0 and tcp://.*do not understand.*version 1, older"):
+            sender.send(make_sample())
+
+
 def test_sample_without_credit_cuts_its_sender_off(closing):
     notices = Notices()
     receiver = receiver_of(closing, on_event=notices)
@@ -238,7 +263,7 @@ def test_sample_before_hello_is_cut_off(closing):
     assert receiver.stats().held_bytes == 0
 
 
-@pytest.mark.parametrize("junk", [b"", b"\x80\x04N.", b"z{}", b"w{}", b"h[]", b'w{"seq":-1}', b"G{\"seqs\":[1]}"])
+@pytest.mark.parametrize("junk", [b"", b"\x80\x04N.", b"z\2{}", b"w\2{}", b"h\2[]", b'w\2{"seq":-1}', b"G\2{\"seqs\":[1]}"])
 def test_junk_cuts_its_sender_off(closing, junk):
     receiver = receiver_of(closing)
     stranger = closing(Stranger(receiver.endpoint))
@@ -281,6 +306,30 @@ def test_frame_beyond_the_limit_is_cut_off_before_it_is_read(closing):
     stranger.hello()
     stranger.say(control.Data(1), [bytes(EXPECT.max_sample_bytes() + 1)])
     assert stranger.is_cut()
+
+
+@pytest.mark.parametrize("part, admitted", [(0, True), (0, False), (4096, True)])
+def test_a_message_without_an_end_is_cut_off_before_it_fills_the_memory(closing, part, admitted):
+    """A tenth of a second of parts on top of 2 MiB; left alone, they would fill 100 MB in a second or two."""
+    notices = Notices()
+    receiver = receiver_of(closing, on_event=notices)
+    endless, parts = closing(Stranger(receiver.endpoint)), 0
+    if admitted:
+        endless.hello()
+    before = resident()
+    while not endless.monitor.poll(0):
+        endless.socket.send(bytes(part), zmq.SNDMORE)
+        parts += 1
+        assert parts < 50_000_000
+    assert notices.wait("banned").reason == "flood: a message without an end"
+    assert resident() - before < 400 * 2**20  # both ends are in this process
+    sender_of(closing, receiver.endpoint).send(make_sample(5))
+    assert take(receiver, 1) == [5]
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_damaged_bytes_are_refused_and_their_credit_returns(closing):

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from torchspec_lite.errors import UserError
 from torchspec_lite.sections import (
@@ -48,6 +48,15 @@ class Config(Section):
     dashboard: DashboardConfig = DashboardConfig()
     metrics: MetricsConfig = MetricsConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _traffic_can_be_learned_from(self):
+        if self.traffic.fraction and not self.serve.replicas:
+            raise ValueError("traffic.fraction captures what serving replicas answer; set serve.replicas to 1 or more")
+        if self.traffic.fraction and not self.data.train and not self.drafter.init_from:
+            raise ValueError("traffic.fraction without data.train needs a drafter to serve from the start: set "
+                             "drafter.init_from to its folder, or data.train to some prompts")
+        return self
 
     @property
     def run_dir(self) -> Path:

@@ -1,4 +1,5 @@
-"""The small messages between sender and receiver: one frame each, a kind byte and strict JSON. Never pickle."""
+"""The small messages between sender and receiver: one frame each, a kind byte, a version byte and strict JSON. Never
+pickle. `VERSION` changes with any change of these messages, and a peer of another one is refused by name."""
 
 import json
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import get_type_hints
 from torchspec_lite.sample import MAX_COUNT, MAX_ORDINAL, MAX_TEXT
 from torchspec_lite.wire import WireError
 
+VERSION = 2  # 1 had no version byte
 MAX_CONTROL = 256 * 1024
 MAX_BYTES = 2**48
 MAX_LIST = 16384  # sequence numbers in one message
@@ -126,18 +128,23 @@ LIMITS = {"attempt": MAX_COUNT, "ordinal": MAX_ORDINAL, "nbytes": MAX_BYTES, "of
 def pack(message) -> bytes:
     """One frame. Texts longer than the limit (reasons) are cut."""
     values = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in vars(message).items()}
-    return BYTES[type(message)] + json.dumps(values, separators=(",", ":")).encode()
+    return BYTES[type(message)] + bytes([VERSION]) + json.dumps(values, separators=(",", ":")).encode()
 
 
 def unpack(frame: bytes | memoryview):
-    """The message of a frame, every field checked. Raises WireError, kind `control`."""
+    """The message of a frame, every field checked. Raises WireError, kind `control`, or `version`: another release's."""
     if not 0 < len(frame) <= MAX_CONTROL:
         raise WireError("control", f"{len(frame)} bytes")
     message = KINDS.get(bytes(frame[:1]))
     if message is None:
         raise WireError("control", "unknown kind of message")
+    version = 1 if frame[1:2] == b"{" else int.from_bytes(frame[1:2])
+    if version != VERSION:
+        age = "newer" if version > VERSION else "older"
+        raise WireError("version", f"control message of version {version}, {age} than this program's {VERSION}; "
+                                   "run the same release on every node")
     try:
-        values = json.loads(bytes(frame[1:]))
+        values = json.loads(bytes(frame[2:]))
     except (ValueError, RecursionError) as error:
         raise WireError("control", f"{message.__name__} is not valid JSON") from error
     fields = _fields(message)

@@ -1,6 +1,7 @@
 """The ledger: what happened to every sample of a run, and which drafter versions it made (SQLite).
 
-A sample goes queued → leased → streamed → trained → durable, or becomes rejected(reason). The ledger is the only
+A sample goes queued → leased → streamed → trained → durable, or becomes rejected(reason); a served request's begins at
+streamed, and is rejected as `not_kept` where another would be queued again. The ledger is the only
 truth: each call is one transaction that is on the disk when it returns (WAL, synchronous=FULL), one process writes.
 
 Exactly-once rests on three rules of the callers:
@@ -13,6 +14,7 @@ Exactly-once rests on three rules of the callers:
 import json
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from torchspec_lite.lease import Lease
 from torchspec_lite.ledger_file import LedgerFile
 
 STATES = ("queued", "leased", "streamed", "trained", "durable", "rejected")
+LEARNED = ("train", "traffic")
+"""Purposes of samples that are trained on."""
 VERSION_STATES = ("exported", "gated", "canary", "promoted", "rolled_back", "refused")
 
 
@@ -113,6 +117,26 @@ class Ledger(LedgerFile):
                     self._count(db, "duplicates")
         return accepted
 
+    def arrived(self, ids_and_tokens: Iterable[tuple[str, int]], rank: int) -> dict[str, int]:
+        """A trainer holds states of served requests, which nobody queued, to train on. Returns those it may train, with
+        the passes already trained; a repeated report changes nothing."""
+        accepted = {}
+        with self._transaction() as db:
+            for id, tokens in ids_and_tokens:
+                if db.execute("SELECT 1 FROM samples WHERE id = ?", (id,)).fetchone():
+                    row = self._row(db, id)
+                    self._count(db, "duplicates")
+                    if row.state == "streamed":
+                        accepted[id] = row.passes
+                    continue
+                # Places below zero: the run's fixed order is of the queued ones.
+                place = int(self._meta("arrivals", "0")) + 1
+                self._set_meta(db, "arrivals", place)
+                db.execute("INSERT INTO samples VALUES (?,?,'traffic','streamed',1,0,0,NULL,NULL,?,?,NULL,NULL,?)",
+                           (id, -place, rank, tokens, time.time()))
+                accepted[id] = 0
+        return accepted
+
     def trained(self, samples: Iterable[tuple[str, int]], step: int) -> list[str]:
         """Optimizer step `step` (from 1) used these (id, attempt) once each. Returns ids that need no more passes."""
         done = []
@@ -124,7 +148,7 @@ class Ledger(LedgerFile):
                 if db.execute("SELECT 1 FROM passes WHERE id = ? AND step = ?", (id, step)).fetchone():
                     self._count(db, "duplicates")
                     continue
-                if row.state != "streamed" or row.purpose != "train":
+                if row.state != "streamed" or row.purpose not in LEARNED:
                     raise IllegalTransition(f"{row.purpose} sample {id!r} trained by step {step} while {row.state}")
                 db.execute("INSERT INTO passes VALUES (?, ?)", (id, step))
                 finished = row.passes + 1 >= self.reuse
@@ -143,6 +167,7 @@ class Ledger(LedgerFile):
                 "WHERE samples.id = held.id", (step, self.checkpoint_step()))
             changed = db.execute("UPDATE samples SET state = 'durable', updated = ? WHERE state = 'trained' AND "
                                  "passes_durable = passes", (time.time(),)).rowcount
+            self._fold(db)
             self._set_meta(db, "checkpoint_step", max(step, self.checkpoint_step()))
         return changed
 
@@ -205,10 +230,31 @@ class Ledger(LedgerFile):
             open_states = "state IN ('leased', 'streamed', 'trained') OR (state = 'durable' AND passes < ?)"
             db.execute(f"UPDATE samples SET attempt = attempt + 1 WHERE (state = 'queued' AND attempt > 0) "
                        f"OR {open_states}", (self.reuse,))
+            # Served requests cannot be captured again: their states are kept nowhere.
+            db.execute(f"UPDATE samples SET state = 'rejected', reason = 'not_kept', updated = ? "
+                       f"WHERE purpose = 'traffic' AND ({open_states})", (time.time(), self.reuse))
             queued = db.execute(f"UPDATE samples SET state = 'queued', worker = NULL, rank = NULL, updated = ? "
                                 f"WHERE {open_states}", (time.time(), self.reuse)).rowcount
             self._set_meta(db, "checkpoint_step", checkpoint_step)
         return queued
+
+    def _fold(self, db: sqlite3.Connection) -> None:
+        """Count served requests that were settled by the checkpoint before this one, and forget them one by one: an
+        endless run's ledger stays small."""
+        settled = "purpose = 'traffic' AND (state = 'rejected' OR state = 'durable' AND step <= ?)"
+        before = self.checkpoint_step()
+        for state, reason, count in db.execute(
+                f"SELECT state, reason, COUNT(*) FROM samples WHERE {settled} GROUP BY 1, 2", (before,)).fetchall():
+            key = f"folded traffic {state} {reason or ''}".strip()
+            self._set_meta(db, key, int(self._meta(key, "0")) + count)
+        db.execute(f"DELETE FROM passes WHERE id IN (SELECT id FROM samples WHERE {settled})", (before,))
+        db.execute(f"DELETE FROM samples WHERE {settled}", (before,))
+
+    def _folded(self, kind: str) -> dict[str, int]:
+        """Counts of forgotten samples by what follows `kind` in their key."""
+        prefix = f"folded {kind} "
+        rows = self._db.execute("SELECT key, value FROM meta WHERE key GLOB ?", (prefix + "*",)).fetchall()
+        return {key.removeprefix(prefix): int(value) for key, value in rows}
 
     # Reading
 
@@ -229,6 +275,10 @@ class Ledger(LedgerFile):
             found = dict(self._db.execute("SELECT state, COUNT(*) FROM samples WHERE purpose = ? GROUP BY state",
                                           (purpose,)))
             total = self._db.execute("SELECT COUNT(*) FROM samples WHERE purpose = ?", (purpose,)).fetchone()[0]
+            for key, count in self._folded(purpose).items():
+                state = key.partition(" ")[0]
+                found[state] = found.get(state, 0) + count
+                total += count
         return {state: found.get(state, 0) for state in STATES} | {"all": total}
 
     def backlog(self) -> dict[int, int]:
@@ -240,8 +290,10 @@ class Ledger(LedgerFile):
     def reasons(self) -> dict[str, int]:
         """Rejected samples by reason, most frequent first."""
         with self._lock:
-            return dict(self._db.execute("SELECT reason, COUNT(*) FROM samples WHERE state = 'rejected' "
-                                         "GROUP BY reason ORDER BY 2 DESC, 1"))
+            found = Counter(dict(self._db.execute(
+                "SELECT reason, COUNT(*) FROM samples WHERE state = 'rejected' GROUP BY reason ORDER BY reason")))
+            found.update(self._folded("traffic rejected"))
+        return dict(found.most_common())
 
     def ignored(self) -> dict[str, int]:
         """Reports that changed nothing: `stale` (of an attempt that is over) and `duplicates` (repeated)."""

@@ -67,10 +67,17 @@ METRICS: dict[str, Metric] = {
         _gauge("predicted_acceptance_length", "tokens", "Acceptance length the trainer predicts.", "split"),
         _gauge("predicted_acceptance_rate", "ratio", "Predicted joint acceptance rate at a position.", "position"),
         _gauge("served_acceptance_length", "tokens", "Acceptance length that real requests get, all replicas."),
+        _gauge("live_acceptance_length", "tokens", "Acceptance length of the last seconds, all requests and versions."),
         _gauge("served_acceptance_length_by_version", "tokens", "The same for one drafter version.", "version"),
         _gauge("served_acceptance_length_by_replica", "tokens", "The same for one replica.", "replica"),
         _gauge("served_acceptance_rate", "ratio", "Joint rate of acceptance at a draft position, served.", "position"),
         _gauge("train_serve_gap", "tokens", "Predicted (held-out, walked) less served acceptance length."),
+        # served traffic as training data
+        _counter("traffic_requests_total", "requests", "Users' requests, with capture on."),
+        _counter("traffic_excluded_total", "requests", "Requests whose sender forbade capture."),
+        _counter("traffic_sampled_total", "requests", "Requests chosen for capture."),
+        _counter("traffic_sent_tokens_total", "tokens", "Tokens of served requests sent to the trainers."),
+        _counter("traffic_left_out_total", "requests", "Requests chosen and not sent, by the kind of reason.", "reason"),
         # versions and serving
         _gauge("drafter_version", "", "Newest drafter version exported."),
         _gauge("serving_drafter_version", "", "Drafter version that a replica serves.", "replica"),

@@ -27,7 +27,8 @@ class ReuseBuffer:
     """Samples waiting for their passes. Draws are without replacement within a step and prefer samples that were
     used least; equal ones are drawn at random from `seed`.
 
-    `ordered` draws strictly by the run's order instead, so that a repeated run sees the same batches.
+    `ordered` draws strictly by the run's order instead, a batch `reuse` times in a row, so that a repeated run sees the
+    same batches however fast samples came.
     """
 
     def __init__(self, reuse: int, max_bytes: int, seed: int, ordered: bool = False):
@@ -56,7 +57,7 @@ class ReuseBuffer:
         """Entries for one optimizer step, at most `max_tokens` together (one longer sample is drawn alone)."""
         waiting = list(self.entries.values())
         if self.ordered:
-            waiting.sort(key=lambda entry: (entry.passes, entry.sample.ordinal))
+            waiting.sort(key=lambda entry: entry.sample.ordinal)
         else:
             self.random.shuffle(waiting)
             waiting.sort(key=lambda entry: entry.passes)
@@ -74,7 +75,12 @@ class ReuseBuffer:
         for entry in entries:
             entry.passes += 1
             if entry.passes >= self.reuse:
-                del self.entries[entry.sample.id]
-                self.nbytes -= entry.nbytes
+                self.remove(entry.sample.id)
                 done.append(entry)
         return done
+
+    def remove(self, id: str) -> Entry:
+        """Take a sample out, whatever passes it has left."""
+        entry = self.entries.pop(id)
+        self.nbytes -= entry.nbytes
+        return entry

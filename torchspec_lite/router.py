@@ -1,7 +1,5 @@
 """The receiver's socket: bound to one named interface, encrypted and closed to strangers when there are keys."""
 
-import socket as sockets
-
 import zmq
 
 from torchspec_lite.errors import UserError
@@ -45,29 +43,3 @@ def open_router(context: zmq.Context, host: str, port: int, keys: ReceiverKeys |
 def bound_endpoint(socket: zmq.Socket) -> str:
     """`tcp://address:port` with the port that the system gave."""
     return socket.last_endpoint.decode().rstrip("\0")
-
-
-def descriptor(frame: zmq.Frame) -> int:
-    """The file descriptor of the connection that a frame came by, -1 if unknown."""
-    try:
-        return int(frame.get("__fd"))
-    except zmq.ZMQError:
-        return -1
-
-
-def remote_of(number: int) -> tuple | None:
-    """The far end of the connection that has this file descriptor now, which may be another's by then."""
-    try:
-        with sockets.fromfd(number, sockets.AF_INET, sockets.SOCK_STREAM) as connection:
-            return connection.getpeername()
-    except OSError:
-        return None  # it is gone already
-
-
-def shut_down(number: int) -> None:
-    """End the connection with this file descriptor; ZeroMQ notices and closes it."""
-    try:
-        with sockets.fromfd(number, sockets.AF_INET, sockets.SOCK_STREAM) as connection:
-            connection.shutdown(sockets.SHUT_RDWR)
-    except OSError:
-        pass  # it is gone already

@@ -221,7 +221,6 @@ class ServeConfig(Section):
         return self
 
 
-
 class RolloutConfig(Section):
     canary_share: float = Field(default=0.25, gt=0, le=1)
     """Share of replicas that try a new version first (at least one replica)."""

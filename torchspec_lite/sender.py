@@ -181,6 +181,8 @@ class Sender:
                 self._step()
             if self._connected:
                 self._say(control.Bye("closed"))
+        except WireError as error:
+            self._fail(f"{self.identity} and {self.endpoint} do not understand each other: {error}")
         except Exception as error:
             self._fail(f"{self.identity}: the sender's thread failed: {error!r}")
             raise

@@ -74,9 +74,36 @@ class Replica:
     running: int = 0
     waiting: int = 0
     requests: int = 0
+    tokens: int = 0
+    """Tokens written since it started."""
     tokens_per_s: float = 0.0
     drafting_pays_up_to: int | None = None
     """Most requests at once for which drafting pays at this acceptance length; None: not known, or not drafting now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What of the served requests is learned from. Counts are since the replicas and trainers now alive started."""
+
+    __pydantic_config__ = STRICT
+    requests: int = 0
+    excluded: int = 0
+    """Requests whose sender forbade capture."""
+    sampled: int = 0
+    sent: int = 0
+    sent_tokens: int = 0
+    left_out: dict[str, int] | None = None
+    """Sampled requests that were not sent, by reason."""
+    samples: dict[str, int] | None = None
+    """Those that reached a trainer to be trained on, by the ledger's states."""
+    window: int = 0
+    """Recent requests that are predicted on and not trained."""
+    window_serving: float | None = None
+    """Acceptance length predicted on the window for the serving version."""
+    window_candidate: float | None = None
+    """And for the trainer's weights at the last look."""
+    resting: bool = False
+    """Training rests: nothing was gained for a while."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +153,8 @@ class Snapshot:
     """Version that the pool serves; None: no drafter yet."""
     pipeline: Pipeline = Pipeline()
     replicas: tuple[Replica, ...] = ()
+    traffic: Traffic | None = None
+    """None while no traffic is captured."""
     alarms: tuple[Alarm, ...] = ()
     links: dict[str, str] | None = None
     """Addresses of this run: `endpoint`, `dashboard`, `prometheus`."""
@@ -270,7 +299,14 @@ def drafting_sentence(snapshot: Snapshot) -> str | None:
 
 def sentences(snapshot: Snapshot) -> str:
     """What a person should know now, for the page and the terminal."""
-    return " ".join(filter(None, (waiting_sentence(snapshot), drafting_sentence(snapshot))))
+    return " ".join(filter(None, (waiting_sentence(snapshot), drafting_sentence(snapshot), resting_sentence(snapshot))))
+
+
+def resting_sentence(snapshot: Snapshot) -> str | None:
+    """Whether training rests, where served traffic is learned from."""
+    if snapshot.traffic is None or not snapshot.traffic.resting or is_over(snapshot):
+        return None
+    return "Training rests: the last looks gained nothing on present traffic; it wakes when the drafter gets worse there."
 
 
 def progress_line(snapshot: Snapshot) -> str:
@@ -294,11 +330,11 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def ended(snapshot: Snapshot, state: Literal["finished", "stopped", "failed"], reason: str | None) -> Snapshot:
-    """The last snapshot of a run: nothing flows any more."""
+    """The last snapshot of a run: nothing flows any more, and its serving pool is gone."""
     pipeline = replace(
         snapshot.pipeline, streamed_tokens_per_s=0.0, trained_tokens_per_s=0.0, target_wait=0.0, trainer_wait=0.0
     )
-    return replace(snapshot, state=state, reason=reason, pipeline=pipeline, updated=clock.time())
+    return replace(snapshot, state=state, reason=reason, pipeline=pipeline, replicas=(), updated=clock.time())
 
 
 def format_duration(seconds: float) -> str:

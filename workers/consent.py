@@ -2,11 +2,14 @@
 
 import hmac
 import random
+import time
+from collections import deque
 from contextvars import ContextVar
 
 from workers.serving_capture import MARK
 
 HEADER = b"x-torchspec-lite-capture"
+PROMPTS_KEPT = 64
 NO = frozenset({b"no", b"off", b"false", b"0"})
 consent: ContextVar[bool | None] = ContextVar("consent", default=None)
 """Of the HTTP request being answered; None for what the pool asks of itself, which is never sampled."""
@@ -36,24 +39,42 @@ class AsksConsent:
         return True
 
 
-def sample_requests(engine, fraction: float, whole_prompts: bool, seed: int | None = None) -> dict[str, int]:
-    """Mark this share of the engine's requests for capture as they come in, and forbid it for the others.
+class Sampling:
+    """Chooses this share of an engine's requests for capture, as they come in, and forbids it for the others.
 
-    Returns live counts {requests, excluded}. Marked requests read nothing from the prefix cache with `whole_prompts`, so
-    that all their states are computed.
+    Sampled ones read nothing from the prefix cache with `whole_prompts`, so that all their states are computed. Their
+    newest prompts are remembered for `max_age_s`, to measure drafters on.
     """
-    choose, counts, generate = random.Random(seed), {"requests": 0, "excluded": 0}, engine.generate
 
-    def marked(prompt, sampling_params, *args, **options):
+    def __init__(self, fraction: float, whole_prompts: bool, max_age_s: float):
+        self.fraction, self.whole_prompts, self.max_age_s = fraction, whole_prompts, max_age_s
+        self.random = random.Random()
+        self.requests = self.excluded = 0
+        self.prompts: deque[tuple[float, list[int]]] = deque(maxlen=PROMPTS_KEPT)
+
+    def mark_requests_of(self, engine) -> None:
+        """Wrap `engine.generate`."""
+        generate = engine.generate
+
+        def marked(prompt, sampling_params, *args, **options):
+            return generate(prompt, self._mark(prompt, sampling_params), *args, **options)
+
+        engine.generate = marked
+
+    def recent(self, count: int) -> list[list[int]]:
+        """Up to `count` prompts (token ids), newest first."""
+        oldest = time.monotonic() - self.max_age_s
+        return [tokens for at, tokens in reversed(self.prompts) if at >= oldest][:count]
+
+    def _mark(self, prompt, sampling_params):
         allowed = consent.get()
-        counts["requests"] += allowed is not None
-        counts["excluded"] += allowed is False
-        chosen = bool(allowed) and choose.random() < fraction
+        self.requests += allowed is not None
+        self.excluded += allowed is False
+        chosen = bool(allowed) and self.random.random() < self.fraction
         params = sampling_params.clone()
         params.extra_args = {**(params.extra_args or {}), MARK: chosen}
-        if chosen and whole_prompts:
+        if chosen and self.whole_prompts:
             params.skip_reading_prefix_cache = True
-        return generate(prompt, params, *args, **options)
-
-    engine.generate = marked
-    return counts
+        if chosen and "prompt_token_ids" in prompt:
+            self.prompts.append((time.monotonic(), list(prompt["prompt_token_ids"])))
+        return params

@@ -50,7 +50,8 @@ class TargetReport:
 class Export:
     """A drafter version that the trainers wrote. Predictions are None without held-out samples.
 
-    `probes` are short held-out texts with what the exported weights draft along them."""
+    `probes` are short held-out texts with what the exported weights draft along them. With served traffic the predictions
+    are on the window of present traffic, and `serving_walked` is the serving version's on the same window."""
 
     version: int
     step: int
@@ -61,3 +62,15 @@ class Export:
     predicted_walked: float | None
     per_position: list[float]
     probes: list[ParityProbe]
+    serving_walked: float | None = None
+
+
+@dataclass(frozen=True)
+class PaceReport:
+    """What rank 0 sees on its window of served requests: how many, and the predicted acceptance lengths (candidate: the
+    trainer's weights, None when only the serving version was looked at)."""
+
+    window: int
+    serving: float
+    candidate: float | None
+    resting: bool

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import tempfile
 import time
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -17,15 +19,20 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from torchspec_lite.config import Config, ServeConfig
+from torchspec_lite.config import Config, ServeConfig, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.export import MANIFEST, verify
+from torchspec_lite.keys import save_keys
 from torchspec_lite.target import describe
 from workers.api_key import NeedsKey
+from workers.consent import AsksConsent, Sampling
 from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
 from workers.refusal import SwapRefused
 from workers.scheduler import BREAK_EVEN
+from workers.serving_capture import CaptureSettings, capture_settings
+from workers.tap import SETTING
+from workers.target_address import ReceiverAddress
 
 EXTENSION = "workers.hot_swap.ServingExtension"
 ANSWER_S = 120.0
@@ -49,8 +56,11 @@ class Replica:
         self.swaps = 0
         self.refused = 0
         self.started = time.time()
+        self.capture_settings: CaptureSettings | None = None
+        self.sampling = Sampling(0.0, False, 0.0)
         self._changing = asyncio.Lock()
         self._metrics = DraftMetrics(counter, name)
+        self._keys = tempfile.TemporaryDirectory(prefix="torchspec-lite-keys-")
 
     @classmethod
     async def start(cls, config: Config, target_dir: str, version_dir: str, name: str,
@@ -72,8 +82,14 @@ class Replica:
         counter = DraftCounter(drafter_dir.name, config.serve.num_speculative_tokens)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[lambda vllm_config, index: counter])
         model_name = config.serve.model_name or target.name
-        app = await _openai_app(engine, args, model_name, api_key)
+        opt_out_key = resolve_secret(config.traffic.opt_out_key, "traffic.opt_out_key")
+        app = await _openai_app(engine, args, model_name, api_key, opt_out_key)
         replica = cls(engine, app, counter, name, target.fingerprint)
+        replica.capture_settings = capture_settings(config, name, target)
+        if config.traffic.fraction:
+            traffic = config.traffic
+            replica.sampling = Sampling(traffic.fraction, traffic.whole_prompts, traffic.max_age_s)
+            replica.sampling.mark_requests_of(engine)
         app.state.openai_serving_models = _ModelsWithDrafter(engine, model_name, target_dir, replica)
         REGISTRY.register(replica._metrics)
         described = await replica._all_ranks("swap_describe")
@@ -140,6 +156,25 @@ class Replica:
         answers = await self._generate(prompts, max_tokens, priority=LOW_PRIORITY)
         return [_draft_counts(output.spec_decode_metrics) for _, output in answers]
 
+    async def capture(self, receivers: list[ReceiverAddress]) -> None:
+        """Stream the states of sampled requests to these receivers, one a trainer rank, from the next request on."""
+        key_files = []
+        for number, receiver in enumerate(receivers):
+            path = None if receiver.keys is None else Path(self._keys.name) / f"{number}.json"
+            if path is not None:
+                save_keys(path, receiver.keys)
+            key_files.append((receiver.endpoint, path and str(path)))
+        await self._all_ranks_plain("capture_on", asdict(self.capture_settings), key_files)
+
+    def recent_prompts(self, count: int) -> list[list[int]]:
+        """Token ids of the prompts sampled last that are not too old, newest first; they are in memory only."""
+        return self.sampling.recent(count)
+
+    async def traffic(self) -> dict:
+        """What was captured: {replica, requests, excluded} and, while it captures, `Courier.values()`."""
+        found = next((values for values in await self._all_ranks_plain("capture_stats") if values), {})
+        return {"replica": self.name, "requests": self.sampling.requests, "excluded": self.sampling.excluded, **found}
+
     async def set_drafting(self, enabled: bool) -> bool:
         """Switch drafting off to measure what it gains, or on again; returns whether this engine can (see DraftLog)."""
         return all(await self._all_ranks_plain("drafting", enabled))
@@ -160,6 +195,7 @@ class Replica:
             REGISTRY.unregister(self._metrics)
             self._metrics = None
             self.engine.shutdown()
+            self._keys.cleanup()
 
     async def _generate(self, prompts, max_tokens, priority):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, skip_reading_prefix_cache=True)
@@ -207,7 +243,7 @@ def serving_args(config: Config, target_dir: str, version_dir: str) -> dict:
         "per_request_spec_decode_metrics": "summary",
         "scheduling_policy": "priority",
         "speculative_config": speculative_config(serve, version_dir),
-        "additional_config": {BREAK_EVEN: serve.break_even},
+        "additional_config": {SETTING: config.traffic.fraction > 0, BREAK_EVEN: serve.break_even},
     } | _scheduler(serve)
 
 
@@ -255,16 +291,20 @@ class _ModelsWithDrafter(OpenAIServingModels):
         return models
 
 
-async def _openai_app(engine: AsyncLLM, args: dict, model_name: str, api_key: str | None) -> FastAPI:
+async def _openai_app(engine: AsyncLLM, args: dict, model_name: str, api_key: str | None,
+                      opt_out_key: str | None) -> FastAPI:
     options = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for name, value in args.items():
         setattr(options, name, value)
     options.served_model_name = [model_name]
-    options.api_key = [api_key] if api_key else None
+    # Without a key of its own the endpoint is open to all, and the opt-out key only marks requests.
+    keys = [api_key, *([opt_out_key] if opt_out_key else [])] if api_key else []
+    options.api_key = keys or None
     tasks = await engine.get_supported_tasks()
     app = build_app(options, tasks, engine.model_config)
-    if api_key:
-        # vLLM hands the application over with its middleware in place already, so this goes around the outside.
-        app.middleware_stack = NeedsKey(app.middleware_stack or app.build_middleware_stack(), api_key)
+    # vLLM hands the application over with its middleware in place already, so these go around the outside.
+    app.middleware_stack = AsksConsent(app.middleware_stack or app.build_middleware_stack(), opt_out_key)
+    if keys:
+        app.middleware_stack = NeedsKey(app.middleware_stack, keys)
     await init_app_state(engine, app.state, options, tasks)
     return app

@@ -23,11 +23,17 @@ from torchspec_lite.vocab import choose_draft_vocab, coverage
 from workers.group import Group
 from workers.phases import Phases
 from workers.reports import Export, TrainerReport
+from workers.served import Look, ServedTraffic
 from workers.trace import Trace
+from workers.traffic_intake import TrafficIntake
 
 KEEP_CHECKPOINTS = 3
 FILL_WAIT_S = 2.0
 """Longest wait for a sample before the coordinator is asked whether more will come."""
+SERVED_WAIT_S = 0.2
+"""Longest wait for served traffic before general samples are looked for again."""
+FEW_S = 10.0
+"""With served traffic, a step of fewer samples than wished for is taken after this long, so that ranks meet."""
 PROBES = 4
 
 
@@ -52,6 +58,8 @@ class Trainer:
         self.held_out: dict[str, tuple[Sample, TeacherStatistics]] = {}
         self.phases = Phases(traced=config.profile)
         self.receiver: Receiver | None = None
+        self.served: ServedTraffic | None = None
+        self.resting = False
         self.learner: Learner | None = None
         self.group: Group | None = None
         self.version = 0
@@ -67,11 +75,20 @@ class Trainer:
     def listen(self, host: str, keys, unencrypted: bool) -> str:
         """Open the receiver; returns its endpoint for the target workers."""
         stream = self.config.stream
-        expect = Expectation(self.info.fingerprint, self.layer_ids, self.serving_dtype, self.info.hidden_size,
-                             self.config.data.max_length)
-        self.receiver = Receiver(host, stream.budget_mib << 20, stream.max_samples, expect, keys, stream.heartbeat_s,
-                                 stream.shared_memory, unencrypted=unencrypted)
+        self.receiver = Receiver(host, stream.budget_mib << 20, stream.max_samples, self._expect(), keys,
+                                 stream.heartbeat_s, stream.shared_memory, unencrypted=unencrypted)
         return self.receiver.endpoint
+
+    def listen_to_traffic(self, host: str, keys, unencrypted: bool) -> str:
+        """Open a receiver of its own for served requests; returns its endpoint for the replicas."""
+        intake = TrafficIntake(self.config, self.rank, self._expect(), self.coordinator, self._teach)
+        self.served = ServedTraffic(intake, self.buffer, self.run_dir, self.info, self.head, self.coordinator,
+                                    self._predict_on)
+        return intake.listen(host, keys, unencrypted)
+
+    def _expect(self) -> Expectation:
+        return Expectation(self.info.fingerprint, self.layer_ids, self.serving_dtype, self.info.hidden_size,
+                           self.config.data.max_length)
 
     def train(self, group: Group) -> dict:
         """Train until no sample will come and each has had its passes, or the run's limit is reached.
@@ -109,6 +126,8 @@ class Trainer:
     def close(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
+        if self.served is not None:
+            self.served.intake.close()
 
     def _restored(self, step: int) -> None:
         if self.rank == 0:
@@ -165,30 +184,73 @@ class Trainer:
     def _step(self) -> bool:
         """One optimizer step over all ranks; False when there is nothing left anywhere."""
         with self.phases.phase("wait"):
-            entries = [] if self.stopping else self._next_entries()
+            entries = self._next_entries()
             # Ranks without samples take part with none, so nobody waits for them; the last one out ends it for all.
-            # Rank 0's clock is everybody's: learning rates must not differ.
+            # Rank 0's clock is everybody's: learning rates must not differ. So is its rest.
             mine = self._progress() if self.rank == 0 else 0.0
-            drawn, progress = self.group.sum(torch.tensor([len(entries), mine], dtype=torch.float64)).tolist()
+            resting = self.rank == 0 and self.served is not None and self.served.pace.resting
+            drawn, progress, open_ended, rest = self.group.sum(torch.tensor(
+                [len(entries), mine, self._open_ended(), resting], dtype=torch.float64)).tolist()
+            self.resting = rest > 0
             if not drawn:
-                return False
+                return open_ended > 0
         result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress, self.phases.phase)
-        done = self.buffer.count_pass(entries)
+        done = self.served.count_pass(entries, self.buffer) if self.served else self.buffer.count_pass(entries)
         self.samples_done += int(self.group.sum(torch.tensor([len(done)]))[0])
         self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in entries], self.learner.step)
         self.coordinator.tell("trainer_report", self._report(result))
         if self.learner.step % self.options.export_every == 0:
-            self._publish()
+            self._publish(if_worth_it=self.served is not None)
         return not (self.options.max_steps and self.learner.step >= self.options.max_steps)
 
     def _next_entries(self) -> list[Entry]:
         """Samples of the next step: waits until there are enough tokens, or no more will come."""
+        if self.stopping:
+            return []
+        if self.served is not None:
+            return self._mixed_entries()
         enough = self.options.batch_tokens * (2 * self.options.reuse - 1)
         self._fill(0.0)
         while self.buffer.tokens < enough and self.buffer.has_room() and not self.stopping:
             if not self._fill(FILL_WAIT_S) and self.coordinator.call("outstanding", None) == 0 and not self._fill(0.0):
                 break
-        return self.buffer.draw(self.options.batch_tokens)
+        drawn = self.buffer.draw(self.options.batch_tokens)
+        while self._earlier_may_come(drawn) and not self.stopping:
+            self._fill(FILL_WAIT_S)
+            drawn = self.buffer.draw(self.options.batch_tokens)
+        return drawn
+
+    def _mixed_entries(self) -> list[Entry]:
+        """The same where served traffic comes too; none while training rests."""
+        if self.resting and not self.time_is_up:
+            self.served.intake.fill(FILL_WAIT_S, resting=True)
+            if self.rank == 0:
+                self.served.wakes()
+            return []
+        wanted, until = self.options.batch_tokens * (2 * self.options.reuse - 1), time.monotonic() + FEW_S
+        while not self.stopping:
+            came = (self.buffer.has_room() and self._fill(0.0)) | self.served.intake.fill(0.0)
+            if self.buffer.tokens + self.served.tokens >= wanted or time.monotonic() >= until:
+                break
+            if not came:
+                self.served.intake.fill(SERVED_WAIT_S)
+        enough = self.buffer.tokens + self.served.tokens >= self.options.batch_tokens
+        return self.served.mixture.draw(self.options.batch_tokens) if enough or not self._open_ended() else []
+
+    def _open_ended(self) -> bool:
+        """Whether served requests may still come."""
+        return (self.served is not None and not self.stopping and not self.time_is_up
+                and self.coordinator.call("stop_reason") is None)
+
+    def _earlier_may_come(self, drawn: list[Entry]) -> bool:
+        """Whether, in an ordered run, a sample that belongs into this step is still on its way: after a crash they come
+        out of order. Several ranks share the order out as they go, so there is none to keep."""
+        if not drawn or not self.options.ordered or self.options.ranks > 1:
+            return False
+        used = {entry.sample.id for entry in drawn}
+        left = [entry.sample.ordinal for id, entry in self.buffer.entries.items() if id not in used]
+        bound = min(left, default=max(entry.sample.ordinal for entry in drawn))
+        return self.coordinator.call("coming", bound) > 0
 
     def _fill(self, wait_s: float) -> bool:
         """Move samples from the stream into the buffer while there is room; True if any came."""
@@ -210,13 +272,16 @@ class Trainer:
         return True
 
     def _keep(self, sample: Sample, passes: int) -> None:
-        with self.phases.phase("teacher"):
-            known = teacher_statistics(sample.last.to(self.device), sample.mask.to(self.device), self.device_head)
-            statistics = TeacherStatistics(known.lse.cpu(), known.argmax.cpu())
+        statistics = self._teach(sample)
         if sample.purpose == "held_out":
             self.held_out[sample.id] = (sample, statistics)
         else:
             self.buffer.add(Entry(sample, statistics, passes))
+
+    def _teach(self, sample: Sample) -> TeacherStatistics:
+        with self.phases.phase("teacher"):
+            known = teacher_statistics(sample.last.to(self.device), sample.mask.to(self.device), self.device_head)
+            return TeacherStatistics(known.lse.cpu(), known.argmax.cpu())
 
     def _tell_refusals(self) -> None:
         for event in self.receiver.events():
@@ -240,7 +305,9 @@ class Trainer:
             self.time_is_up = True
             self.coordinator.tell("stop", f"trainer.max_minutes ({options.max_minutes:g}) are over")
         steps = self.learner.step / options.max_steps if options.max_steps else 0.0
-        return min(1.0, max(minutes, steps, self.samples_done / max(1, self.samples_expected)))
+        # Nobody knows how many requests users will send.
+        samples = 0.0 if self.served else self.samples_done / max(1, self.samples_expected)
+        return min(1.0, max(minutes, steps, samples))
 
     def _report(self, result: StepResult) -> TrainerReport:
         stats, stream = self.receiver.stats(), self.config.stream
@@ -252,25 +319,34 @@ class Trainer:
                             budget_samples=stream.max_samples),
             reuse=Buffer(bytes=self.buffer.nbytes, budget_bytes=self.buffer.max_bytes, samples=len(self.buffer)))
 
-    def _publish(self) -> None:
-        """A checkpoint, then a drafter version made of the same weights. Samples become durable between the two."""
+    def _publish(self, if_worth_it: bool = False) -> None:
+        """A checkpoint, then a drafter version made of the same weights. Samples become durable between the two.
+
+        `if_worth_it`: no version when it is not predicted to be better on present traffic than the one that serves.
+        """
         with self.phases.phase("export"):
-            version = self.version + bool(self.learner.step)
+            drafter = self.learner.exportable()
+            look = self.served.look(drafter) if if_worth_it and drafter is not None else None  # rank 0
+            unworthy = self.group.sum(torch.tensor([float(look is not None and look.decision != "export")])).item()
+            version = self.version + bool(self.learner.step and not unworthy)
             # Every sample this step used must be in the ledger as trained before a checkpoint claims it.
             self.coordinator.settle()
             self.group.sum(torch.zeros(1))
             extra = {"version": version, "samples": self.samples_done, "trained_s": self.trained_s}
             self.learner.save(self.run_dir / "checkpoints", extra, KEEP_CHECKPOINTS)
-            drafter = self.learner.exportable()
-            if drafter is not None:  # rank 0
+            if drafter is not None:
                 self.coordinator.call("checkpointed", self.learner.step)
-                self._export(drafter, version)
+                if not unworthy:
+                    self._export(drafter, version, look)
             self.group.sum(torch.zeros(1))
             self.version, self.exported_step = version, self.learner.step
 
-    def _export(self, drafter: Drafter, version: int) -> None:
+    def _export(self, drafter: Drafter, version: int, look: Look | None) -> None:
         drafts = self.config.serve.num_speculative_tokens
-        prediction = self._predict(drafter, drafts)
+        prediction = self._predict_on(drafter, list(self.held_out.values())) if look is None else look.candidate
+        if prediction is not None:
+            self.coordinator.tell("drift", self.learner.step, {
+                name: list(getattr(prediction, name)) for name in ("feature_norm", "sink_mass", "own_mass")})
         walked = prediction.walked if prediction is not None else None
         parent = version - 1 if version else None
         path = export(drafter, self.run_dir / "drafters", version, self.serving_dtype, self.info, self.learner.step,
@@ -281,16 +357,12 @@ class Trainer:
         self.coordinator.call("exported", Export(
             version, self.learner.step, self.samples_done, parent, str(path),
             prediction.acceptance_length if prediction is not None else None, walked,
-            list(prediction.walk.per_position) if prediction is not None else [], probes))
+            list(prediction.walk.per_position) if prediction is not None else [], probes, look and look.serving))
 
-    def _predict(self, drafter: Drafter, drafts: int) -> Prediction | None:
-        """Acceptance predicted on the held-out samples that have arrived, and the drift diagnostics on them."""
-        if not self.held_out:
+    def _predict_on(self, drafter: Drafter, pairs: list[tuple[Sample, TeacherStatistics]]) -> Prediction | None:
+        if not pairs:
             return None
-        samples, statistics = zip(*self.held_out.values())
-        prediction = predict(drafter, self.head, samples, drafts, self.serving_dtype, statistics)
-        if not prediction.rows:
-            return None
-        self.coordinator.tell("drift", self.learner.step, {
-            name: list(getattr(prediction, name)) for name in ("feature_norm", "sink_mass", "own_mass")})
-        return prediction
+        samples, statistics = zip(*pairs)
+        prediction = predict(drafter, self.head, samples, self.config.serve.num_speculative_tokens, self.serving_dtype,
+                             statistics)
+        return prediction if prediction.rows else None

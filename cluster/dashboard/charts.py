@@ -190,7 +190,7 @@ def _curve(name: str, line: Line, color: str, width: float, dashed: bool = False
 def _time_chart(series: list[dict], digits: int | None) -> dict:
     options = _base(series, digits)
     options["xAxis"] = _axis("time") | {"splitLine": {"show": False}}
-    options["xAxis"]["axisLabel"] |= {"hideOverlap": True}
+    options["xAxis"]["axisLabel"] |= {"hideOverlap": True, "alignMinLabel": "left", "alignMaxLabel": "right"}
     return options
 
 

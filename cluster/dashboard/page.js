@@ -5,7 +5,7 @@ customElements.define('local-time', class extends HTMLElement {
     const today = moment.toDateString() === new Date().toDateString();
     const day = today ? {} : {day: 'numeric', month: 'short'};
     this.title = moment.toLocaleString();
-    this.textContent = moment.toLocaleString([], {hour: '2-digit', minute: '2-digit', ...day});
+    this.textContent = moment.toLocaleString([], {hour: '2-digit', minute: '2-digit', hourCycle: 'h23', ...day});
   }
 });
 

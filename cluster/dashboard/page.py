@@ -87,10 +87,10 @@ class Page:
         ui.add_head_html(f"<style>{(HERE / 'style.css').read_text()}</style>", shared=False)
         ui.add_head_html(f"<script>{(HERE / 'page.js').read_text()}</script>", shared=False)
         _html("<a class='skip' href='#acceptance'>Skip to the acceptance length</a>")
-        with ui.element("header"):
+        with ui.element("header").props("role=banner"):
             self._text(pieces.header)
             _html("<button id='theme' type='button' onclick='nextTheme()'>Theme: auto</button>")
-        with ui.element("main"):
+        with ui.element("div").classes("board"):  # NiceGUI's page is the `main` around it
             self._text(pieces.banner)
             with _card("acceptance", "Served acceptance length", "wide"):
                 with ui.element("div").classes("hero"):
@@ -117,6 +117,8 @@ class Page:
                 self._text(pieces.ledger)
             with _card("replicas", "Serving replicas", "half"):
                 self._text(pieces.replicas)
+            with _card("traffic", "Learned from traffic", "wide", "what of the served requests is sampled; predictions are on recent ones"):
+                self._text(pieces.traffic)
             for name, title, note in (
                 ("feature_norm", "Feature norm", "of each unrolled step k; growth is drift"),
                 ("sink_mass", "Attention on the first tokens", "of each step k"),

@@ -6,7 +6,7 @@ from html import escape
 
 from cluster.dashboard.charts import STATE_WORDS, predicted_line
 from cluster.dashboard.view import View
-from torchspec_lite.snapshot import Buffer, Pipeline, Snapshot, format_count, format_duration, sentences
+from torchspec_lite.snapshot import Buffer, Pipeline, Snapshot, format_count, format_duration, is_over, sentences
 
 STATES = {
     "starting": "Starting",
@@ -105,7 +105,6 @@ def pipeline(view: View) -> str:
     if snapshot is None:
         return ""
     pipe, counts = snapshot.pipeline, view.samples
-    ready = sum(replica.state == "ready" for replica in snapshot.replicas)
     stations = [
         _station("Prompts", f"{counts.get('queued', 0):,}", "queued", [f"{counts.get('leased', 0):,} leased"]),
         _flow("leases", ""),
@@ -129,7 +128,7 @@ def pipeline(view: View) -> str:
             "Serving pool",
             _number(snapshot.served),
             "acceptance length",
-            [f"{ready} of {_plural(len(snapshot.replicas), 'replica')} ready", _serving(snapshot)],
+            _pool_notes(snapshot),
         ),
     ]
     return f"<ol class='pipe'>{''.join(stations)}</ol>"
@@ -152,6 +151,8 @@ def ledger(view: View) -> str:
 
 def replicas(view: View) -> str:
     found = view.snapshot.replicas if view.snapshot else ()
+    if view.snapshot and is_over(view.snapshot) and not found:
+        return "<p class='muted'>The serving pool ended with the run.</p>"
     if not found:
         return "<p class='muted'>No serving replica.</p>"
     rows = [
@@ -169,6 +170,29 @@ def replicas(view: View) -> str:
     ]
     names = ["Replica", "State", "Drafter", "AL", "Running", "Requests", "Tokens/s"]
     return _table("Serving replicas", names, rows, numbers=3)
+
+
+def traffic(view: View) -> str:
+    """How much of what users send is sampled, and what becomes of it."""
+    found = view.snapshot.traffic if view.snapshot else None
+    if found is None:
+        return "<p class='muted'>No served request is captured: <code>traffic.fraction</code> is 0.</p>"
+    samples = found.samples or {}
+    share = found.sampled / found.requests if found.requests else 0.0
+    facts = [
+        ("requests", f"{found.requests:,}", "traffic-requests"),
+        ("excluded by their sender", f"{found.excluded:,}", "traffic-excluded"),
+        ("sampled", f"{found.sampled:,} ({share:.0%})", "traffic-sampled"),
+        ("sent to the trainers", f"{found.sent:,}", "traffic-sent"),
+        ("trained for good", f"{samples.get('durable', 0):,}", "traffic-durable"),
+        ("window", f"{found.window:,}", "traffic-window"),
+        ("serving there", _number(found.window_serving), "traffic-serving"),
+        ("training there", _number(found.window_candidate), "traffic-candidate"),
+    ]
+    rows = [[escape(reason), f"{count:,}"] for reason, count in (found.left_out or {}).items() if count]
+    table = _table("Sampled and not sent", ["Reason", "Requests"], rows, numbers=1) if rows else ""
+    rest = "<p class='muted'>Training rests.</p>" if found.resting else ""
+    return f"<dl class='facts wide'>{_facts(facts)}</dl>{rest}{table}"
 
 
 def rollout(view: View) -> str:
@@ -206,7 +230,7 @@ def events(view: View) -> str:
             f"<li class='{'warn' if event.kind == 'alarm' else ''}'>{_time(event.time)}"
             f"<span><b>{kind}{f' · {escape(where)}' if where else ''}</b> {escape(event.text)}</span></li>"
         )
-    return f"<ol class='events'>{''.join(items)}</ol>"
+    return _region("Events, newest first", f"<ol class='events'>{''.join(items)}</ol>")
 
 
 def gap(view: View) -> float | None:
@@ -271,26 +295,39 @@ def _newest(snapshot: Snapshot) -> str:
     return "none exported yet" if snapshot.version is None else f"newest v{snapshot.version}"
 
 
-def _serving(snapshot: Snapshot) -> str:
-    return "no drafter" if snapshot.serving_version is None else f"serving v{snapshot.serving_version}"
+def _pool_notes(snapshot: Snapshot) -> list[str]:
+    """How many replicas are ready and what they serve; of a run that is over, what they served last."""
+    if is_over(snapshot):
+        return ["no drafter was served" if snapshot.serving_version is None else f"v{snapshot.serving_version} was served last"]
+    ready = sum(replica.state == "ready" for replica in snapshot.replicas)
+    return [f"{ready} of {_plural(len(snapshot.replicas), 'replica')} ready",
+            "no drafter" if snapshot.serving_version is None else f"serving v{snapshot.serving_version}"]
 
 
 def _table(caption: str, names: list[str], rows: list[list[str]], numbers: int, last_number: int | None = None) -> str:
-    """`numbers`: first column set right, as figures; `last_number`: the last such column (default: all that follow)."""
+    """`numbers`: first column set right, as figures; `last_number`: the last such column (default: all that follow).
+
+    The roles are said in words because on a phone the rows are laid out as blocks, which takes a table's own away.
+    """
     last = len(names) - 1 if last_number is None else last_number
 
     def attribute(place: int) -> str:
         return " class='n'" if numbers <= place <= last else ""
 
-    head = "".join(f"<th scope='col'{attribute(place)}>{name}</th>" for place, name in enumerate(names))
+    head = "".join(f"<th scope='col' role='columnheader'{attribute(place)}>{name}</th>" for place, name in enumerate(names))
     body = "".join(
-        "<tr>" + "".join(f"<td{attribute(place)}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>"
+        "<tr role='row'>" + "".join(f"<td role='cell'{attribute(place)}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
-    return (
-        f"<div class='scroll' tabindex='0' role='region' aria-label='{caption}'><table><caption>{caption}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return _region(caption, (
+        f"<table role='table'><caption>{caption}</caption><thead role='rowgroup'><tr role='row'>{head}</tr></thead>"
+        f"<tbody role='rowgroup'>{body}</tbody></table>"
+    ))
+
+
+def _region(name: str, body: str) -> str:
+    """What may have to be scrolled: the keyboard reaches it, and a screen reader says what it is."""
+    return f"<div class='scroll' tabindex='0' role='region' aria-label='{name}'>{body}</div>"
 
 
 def _facts(facts: list[tuple[str, str, str]]) -> str:

@@ -34,6 +34,7 @@ def sound_frames() -> list[bytes]:
 FRAMES = sound_frames()
 HEADER = json.loads(FRAMES[0][wire.PREFIX.size :])
 FIELDS = sorted(HEADER)
+VERSION = bytes([control.VERSION])
 MEMORY = memoryview(bytearray(4096))
 
 
@@ -66,7 +67,7 @@ def one_input(data: bytes) -> None:
         case 4:  # control messages
             kind = provider.PickValueInList(sorted(control.KINDS))
             try:
-                message = control.unpack(kind + provider.ConsumeBytes(provider.remaining_bytes()))
+                message = control.unpack(kind + VERSION + provider.ConsumeBytes(provider.remaining_bytes()))
             except wire.WireError:
                 return
             if control.unpack(control.pack(message)) != message:

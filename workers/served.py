@@ -1,0 +1,102 @@
+"""What a trainer rank does with served traffic: takes it in, mixes it with general samples, and judges what was learned."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchspec_lite.acceptance import Prediction
+from torchspec_lite.drafter import Drafter
+from torchspec_lite.export import load_drafter, version_path
+from torchspec_lite.mixture import Mixture
+from torchspec_lite.pace import Pace
+from torchspec_lite.reuse import Entry, ReuseBuffer
+from torchspec_lite.target import FrozenHead, TargetInfo
+from workers.reports import PaceReport
+from workers.traffic_intake import TrafficIntake
+
+LEAST_WINDOW = 4
+"""With fewer samples in the window nothing is predicted, and versions are exported by step count."""
+Predict = Callable[[Drafter, list], Prediction | None]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Two drafters on the same window: the trainer's weights and the version that serves."""
+
+    decision: Literal["export", "go_on", "rest"]
+    candidate: Prediction
+    serving: float
+
+
+class ServedTraffic:
+    """`predict` works out a drafter's acceptance on (sample, statistics) pairs; the window is rank 0's."""
+
+    def __init__(self, intake: TrafficIntake, general: ReuseBuffer, run_dir: Path, info: TargetInfo, head: FrozenHead,
+                 coordinator, predict: Predict):
+        self.intake, self.run_dir, self.info, self.head = intake, run_dir, info, head
+        self.coordinator, self.predict = coordinator, predict
+        self.mixture = Mixture(general, intake.buffer, intake.options.general_share)
+        self.pace = Pace(intake.options)
+        self.looked_at = 0
+        self.known: tuple[int, Drafter] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.intake.buffer.tokens
+
+    def count_pass(self, entries: list[Entry], general: ReuseBuffer) -> list[Entry]:
+        """Note a step's entries in the buffer each came from; those done."""
+        served = [entry for entry in entries if entry.sample.id in self.intake.came]
+        return self.intake.count_pass(served) + general.count_pass(
+            [entry for entry in entries if entry.sample.purpose != "traffic"])
+
+    def look(self, drafter: Drafter) -> Look | None:
+        """Compare `drafter` with the serving version on the window; None when there is nothing to compare on."""
+        serving = self._serving()
+        if serving is None or len(self.intake.window) < LEAST_WINDOW:
+            return None
+        candidate, present = self._on_window(drafter), self._on_window(serving)
+        if candidate is None or present is None:
+            return None
+        self.looked_at = self.intake.windowed
+        decision = self.pace.look(candidate.walked, present.walked)
+        self._report(present.walked, candidate.walked)
+        if decision == "rest":
+            self.coordinator.tell("event", "rest", f"training rests: {self.intake.options.rest_after} looks without gain; it "
+                                  f"wakes when the predicted acceptance length on present traffic falls under "
+                                  f"{present.walked - self.intake.options.wake_drop:.2f}")
+        return Look(decision, candidate, present.walked)
+
+    def wakes(self) -> bool:
+        """Look at the serving version again once a quarter of the window is new; whether training shall go on."""
+        if self.intake.windowed - self.looked_at < max(1, self.intake.options.window // 4):
+            return False
+        self.looked_at = self.intake.windowed
+        serving = self._serving()
+        present = serving and self._on_window(serving)
+        if present is None or not self.pace.wakes(present.walked):
+            if present is not None:
+                self._report(present.walked, None)
+            return False
+        self._report(present.walked, None)
+        self.coordinator.tell("event", "wake", f"training wakes: predicted acceptance length on present traffic fell to "
+                              f"{present.walked:.2f}")
+        return True
+
+    def _report(self, serving: float, candidate: float | None) -> None:
+        self.coordinator.tell("pace", PaceReport(len(self.intake.window), serving, candidate, self.pace.resting))
+
+    def _on_window(self, drafter: Drafter) -> Prediction | None:
+        return self.predict(drafter, [(sample, statistics) for _, sample, statistics in self.intake.window])
+
+    def _serving(self) -> Drafter | None:
+        version = self.coordinator.call("serving_version")
+        if version is None:
+            return None
+        if self.known is None or self.known[0] != version:
+            folder = version_path(self.run_dir / "drafters", version)
+            if not folder.is_dir():
+                return None
+            self.known = version, load_drafter(folder, self.info, self.head)
+        return self.known[1]

@@ -1,0 +1,97 @@
+"""A trainer rank's intake of served requests: a receiver and a buffer of their own, and the window to predict on."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torchspec_lite.config import Config
+from torchspec_lite.keys import ReceiverKeys
+from torchspec_lite.reuse import Entry, ReuseBuffer
+from torchspec_lite.sample import Expectation, Sample
+from torchspec_lite.stream import Receiver, StreamTimeout
+from torchspec_lite.teacher import TeacherStatistics
+
+Teach = Callable[[Sample], TeacherStatistics]
+
+
+class TrafficIntake:
+    """Memory only: nothing of a served request is written anywhere. `teach` works out a sample's teacher statistics.
+
+    A share of what comes goes to the window, which is predicted on and never trained; the rest waits in the buffer for
+    its passes. What is older than `traffic.max_age_s` leaves both.
+    """
+
+    def __init__(self, config: Config, rank: int, expect: Expectation, coordinator, teach: Teach,
+                 clock: Callable[[], float] = time.monotonic):
+        self.config, self.options, self.rank = config, config.traffic, rank
+        self.expect, self.coordinator, self.teach, self.clock = expect, coordinator, teach, clock
+        trainer = config.trainer
+        self.buffer = ReuseBuffer(trainer.reuse, trainer.reuse_buffer_mib << 20, trainer.seed + rank)
+        self.window: deque[tuple[float, Sample, TeacherStatistics]] = deque(maxlen=self.options.window)
+        self.windowed = 0
+        self.random = random.Random(trainer.seed + rank)
+        self.came: dict[str, float] = {}
+        self.receiver: Receiver | None = None
+
+    def listen(self, host: str, keys: ReceiverKeys | None, unencrypted: bool) -> str:
+        """Open the receiver; returns its endpoint for the replicas."""
+        stream = self.config.stream
+        self.receiver = Receiver(host, stream.budget_mib << 20, stream.max_samples, self.expect, keys,
+                                 stream.heartbeat_s, stream.shared_memory, unencrypted=unencrypted)
+        return self.receiver.endpoint
+
+    def fill(self, wait_s: float, resting: bool = False) -> bool:
+        """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting`, new requests take
+        the place of the oldest: the buffer then holds the newest traffic when training wakes."""
+        self._let_go_of_the_old()
+        came = self._take(wait_s, resting)
+        while came and self._take(0.0, resting):
+            pass
+        return came
+
+    def _take(self, wait_s: float, resting: bool) -> bool:
+        if not self.buffer.has_room() and not resting:
+            return False
+        try:
+            sample = self.receiver.get(wait_s)
+        except StreamTimeout:
+            return False
+        try:
+            # The first ones all go to the window, so that there is something to predict on soon.
+            if self.rank == 0 and (self.windowed < self.options.window // 4 or self.random.random() < self.options.window_share):
+                self.windowed += 1
+                kept = sample.clone()
+                self.window.append((self.clock(), kept, self.teach(kept)))
+            elif sample.id in (passes := self.coordinator.call("arrived", [(sample.id, sample.tokens)], self.rank)):
+                while resting and not self.buffer.has_room():
+                    self._drop(next(iter(self.came)), "newer_came")
+                kept = sample.clone()
+                self.buffer.add(Entry(kept, self.teach(kept), passes[sample.id]))
+                self.came[sample.id] = self.clock()
+        finally:
+            self.receiver.release(sample)
+        return True
+
+    def count_pass(self, entries: list[Entry]) -> list[Entry]:
+        """As `ReuseBuffer.count_pass`: those done leave the memory."""
+        done = self.buffer.count_pass(entries)
+        for entry in done:
+            del self.came[entry.sample.id]
+        return done
+
+    def _let_go_of_the_old(self) -> None:
+        oldest = self.clock() - self.options.max_age_s
+        while self.came and next(iter(self.came.values())) < oldest:
+            self._drop(next(iter(self.came)), "too_old")
+        while self.window and self.window[0][0] < oldest:
+            self.window.popleft()
+
+    def _drop(self, id: str, reason: str) -> None:
+        entry = self.buffer.remove(id)
+        del self.came[id]
+        self.coordinator.tell("rejected", id, entry.sample.attempt, reason)
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
