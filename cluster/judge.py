@@ -31,19 +31,19 @@ class Judge:
         self.coordinator = Awaited(coordinator)
         self.pool: Pool | None = None
         self.rollout: Rollout | None = None
-        self.ending = False
+        self.over = asyncio.Event()
         self.telling: asyncio.Future | None = None
 
     def no_more(self) -> None:
         """The trainers are done: what they exported already is judged, then it ends."""
-        self.ending = True
+        self.over.set()
         self.telling = asyncio.ensure_future(self.coordinator.no_more_exports())
 
     async def judge_versions(self) -> tuple[Measurement | None, Measurement | None, float | None]:
         """Until the trainers are done; the held-out acceptance before and after, and what the trainer predicts now."""
         first = await self._first()
         if first is None or not self.config.serve.replicas:
-            return None, None, await self._watch_exports(first)
+            return None, None, await self._newest_prediction(first)
         self.screen.say(f"version {first.version} is there; the serving pool starts with it")
         self.pool = await asyncio.to_thread(pools.start, self.config, self.info.path, first.directory,
                                             str(self.config.run_dir))
@@ -100,15 +100,15 @@ class Judge:
     async def _next(self) -> Export | None:
         """The next version to try; None when the trainers are done and nothing waits."""
         while True:
-            ending = self.ending
+            ending = self.over.is_set()
             export = await self.coordinator.next_export(not ending)
             if export is not None or ending:
                 return export
 
-    async def _watch_exports(self, first: Export | None) -> float | None:
-        newest = first
-        while (export := await self._next()) is not None:
-            newest = export
+    async def _newest_prediction(self, first: Export | None) -> float | None:
+        """Of a run that serves nothing, when it is over. Its newest version stays untried, for a resumed run that serves."""
+        await self.over.wait()
+        newest = await self.coordinator.next_export(False) or first
         return newest.predicted_walked if newest is not None else None
 
     async def _hear_overrides(self) -> None:
