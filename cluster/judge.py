@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from cluster import pool as pools
+from cluster.external import ExternalPool
 from cluster.pool import Pool, ReplicaGone
 from cluster.rollout import Rollout, version_counts
 from cluster.screen import Screen
@@ -29,7 +30,7 @@ class Judge:
         """`receivers`: where the present trainers take served requests."""
         self.config, self.info, self.screen, self.receivers = config, info, screen, receivers
         self.coordinator = Awaited(coordinator)
-        self.pool: Pool | None = None
+        self.pool: Pool | ExternalPool | None = None
         self.rollout: Rollout | None = None
         self.over = asyncio.Event()
         self.telling: asyncio.Future | None = None
@@ -45,8 +46,7 @@ class Judge:
         if first is None or not self.config.serve.replicas:
             return None, None, await self._newest_prediction(first)
         self.screen.say(f"version {first.version} is there; the serving pool starts with it")
-        self.pool = await asyncio.to_thread(pools.start, self.config, self.info.path, first.directory,
-                                            str(self.config.run_dir))
+        self.pool = await self._open_pool(first.directory)
         self.screen.say(f"serving at {self.pool.url}/v1")
         await self.coordinator.link("endpoint", self.pool.url)
         await self.coordinator.version_state(first.version, "promoted", "the first version served")
@@ -64,6 +64,15 @@ class Judge:
         serving = self.rollout.serving
         self.rollout.ask(held_out)  # as before, whatever users asked meanwhile
         return before, Measurement(serving.version, await self.rollout.measure(serving)), serving.predicted_walked
+
+    async def _open_pool(self, version_dir: str) -> Pool | ExternalPool:
+        """Start a pool, or have the engines of others draft with the version."""
+        run_dir = str(self.config.run_dir)
+        if not self.config.serve.external:
+            return await asyncio.to_thread(pools.start, self.config, self.info.path, version_dir, run_dir)
+        pool = ExternalPool(self.config, self.info, run_dir)
+        await pool.connect(version_dir)
+        return pool
 
     async def report(self) -> None:
         """The replicas' state, for the live page."""

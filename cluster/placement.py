@@ -106,7 +106,7 @@ def make_plan(config: Config, info: TargetInfo) -> Plan:
         _role("trainer", config.trainer.ranks, "trainer", config.trainer, trained, cpu=trained,
               always=kept + buffers + TRAINER_OVERHEAD, stream=captured * workers / config.trainer.ranks),
     ]
-    if config.serve.replicas:
+    if config.serve.replicas and not config.serve.external:
         roles.append(_role("serving replica", config.serve.replicas, "serve", config.serve, served // split,
                            cpu=served + (config.serve.kv_cache_mib << 20), always=ENGINE_OVERHEAD))
     plan = Plan(

@@ -83,7 +83,7 @@ async def story(run: Run) -> tuple[dict, str]:
     finally:
         watch.cancel()
         await coordinator.finish.remote(state, reason or await coordinator.stop_reason.remote())
-        if run.config.serve.replicas:
+        if run.config.serve.replicas and not run.config.serve.external:
             await asyncio.to_thread(pools.stop)
         if dashboard is not None:
             dashboard.close()

@@ -150,7 +150,7 @@ def test_who_forbids_it_is_not_captured(live, receiver, target):
     assert ask(live, target.prompts[:1], allowed=None, max_tokens=9)  # what the pool asks of itself
 
     async def http(**headers):
-        transport = httpx.ASGITransport(live.replica.app.middleware_stack)
+        transport = httpx.ASGITransport(live.replica.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
             answer = await client.post("/v1/completions", headers=headers, json={
                 "model": "tiny", "prompt": target.prompts[1], "max_tokens": 8, "temperature": 0})

@@ -5,25 +5,33 @@ from torchspec_lite.reuse import Entry, ReuseBuffer
 
 class Mixture:
     """Draws from `general` and `served` so that, over time, at least `share` of all tokens are general ones while there
-    are any; where one buffer is empty the other fills the batch."""
+    are any; what one buffer does not have the other gives."""
 
     def __init__(self, general: ReuseBuffer, served: ReuseBuffer, share: float):
         self.general, self.served, self.share = general, served, share
-        self.drawn = {"general": 0, "served": 0}
+        self.general_tokens = self.tokens = 0
 
     def draw(self, max_tokens: int) -> list[Entry]:
         """Entries for one optimizer step, at most `max_tokens` together (one longer sample is drawn alone)."""
-        waiting = {"general": self.general.draw(max_tokens), "served": self.served.draw(max_tokens)}
+        general, served = self.general.draw(max_tokens), self.served.draw(max_tokens)
+        # What is left in a buffer whose draw is used up is too long for this batch; the next one starts with it.
+        more = len(self.general) > len(general), len(self.served) > len(served)
         batch, tokens = [], 0
-        while any(waiting.values()):
-            kind = "general" if waiting["general"] and (not waiting["served"] or self._short_of_general()) else "served"
-            entry = waiting[kind].pop(0)
+        while general or served:
+            if self._short_of_general():
+                first, second, first_has_more = general, served, more[0]
+            else:
+                first, second, first_has_more = served, general, more[1]
+            if not first and first_has_more:
+                break
+            entry = (first or second).pop(0)
             if batch and tokens + entry.tokens > max_tokens:
                 break
             batch.append(entry)
             tokens += entry.tokens
-            self.drawn[kind] += entry.tokens
+            self.tokens += entry.tokens
+            self.general_tokens += entry.tokens * (entry.sample.purpose != "traffic")
         return batch
 
     def _short_of_general(self) -> bool:
-        return self.share > 0 and self.drawn["general"] <= self.share * sum(self.drawn.values())
+        return self.share > 0 and self.general_tokens <= self.share * self.tokens

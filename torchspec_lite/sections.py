@@ -203,6 +203,8 @@ class ServeConfig(Section):
     """Ray GPUs a replica reserves; a fraction shares one, several are on one node."""
     node: NodeLabels = {}
     """Labels of the nodes that may run replicas; empty: any node."""
+    external: list[str] = []
+    """Addresses of `vllm serve` processes of your own to roll drafters into, in place of a pool (docs/your-traffic.md)."""
     drafter: str | None = None
     """Drafter folder that `torchspec-lite serve` starts with. None: the run's newest promoted version."""
     max_concurrency_for_speculation: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None

@@ -25,12 +25,12 @@ from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.keys import save_keys
 from torchspec_lite.target import describe
 from workers.api_key import NeedsKey
+from workers.capture_settings import CaptureSettings, capture_settings
 from workers.consent import AsksConsent, Sampling
 from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
 from workers.refusal import SwapRefused
 from workers.scheduler import BREAK_EVEN
-from workers.serving_capture import CaptureSettings, capture_settings
 from workers.tap import SETTING
 from workers.target_address import ReceiverAddress
 
@@ -85,7 +85,7 @@ class Replica:
         opt_out_key = resolve_secret(config.traffic.opt_out_key, "traffic.opt_out_key")
         app = await _openai_app(engine, args, model_name, api_key, opt_out_key)
         replica = cls(engine, app, counter, name, target.fingerprint)
-        replica.capture_settings = capture_settings(config, name, target)
+        replica.capture_settings = capture_settings(config, name, target, 0.0)
         if config.traffic.fraction:
             traffic = config.traffic
             replica.sampling = Sampling(traffic.fraction, traffic.whole_prompts, traffic.max_age_s)

@@ -10,50 +10,24 @@ import random
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import load_keys
 from torchspec_lite.sample import Sample, SampleError
 from torchspec_lite.stream import Sender, StreamError
-from torchspec_lite.target import TargetInfo, describe
+from torchspec_lite.target import describe
 from torchspec_lite.traffic import Allowance, Sieve, Taken, TrafficStats, Trail
+from workers.capture_settings import CaptureSettings
 from workers.tap import SETTING, prepared
 
 MARK = "torchspec_lite_capture"
 """In a request's `extra_args`: true asks for it to be captured, false forbids it; without it `fraction` decides."""
+NO = frozenset({"false", "0", "no", "off"})
 CLOSE_WAIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class CaptureSettings:
-    """`fraction`: share of requests without a mark that are captured. `longest`: tokens of the longest sample, the end of
-    a longer request is kept. `layer_ids`: the drafter's, which the trainers expect."""
-
-    identity: str
-    layer_ids: tuple[int, ...]
-    longest: int
-    fraction: float
-    budget_bytes: int
-    max_tokens_per_s: float | None
-    prefer_low: float
-    heartbeat_s: float
-    wait_s: float
-    shared_memory: bool
-
-
-def capture_settings(config: Config, identity: str, target: TargetInfo) -> CaptureSettings:
-    """What a run's config says. Requests without a mark are not captured: `workers.consent` marks them all."""
-    traffic, stream = config.traffic, config.stream
-    return CaptureSettings(
-        identity=identity, layer_ids=tuple(config.capture.layer_ids or target.default_layer_ids()),
-        longest=config.data.max_length, fraction=0.0, budget_bytes=traffic.budget_mib << 20,
-        max_tokens_per_s=traffic.max_tokens_per_s, prefer_low=traffic.prefer_low_acceptance,
-        heartbeat_s=stream.heartbeat_s, wait_s=stream.wait_s, shared_memory=stream.shared_memory)
 
 
 class ServingCapture:
@@ -117,7 +91,7 @@ class Courier:
         if request in self.trails or prompt is None or sampling is None:
             return
         mark = (sampling.extra_args or {}).get(MARK)
-        if mark is False or mark is None and not self.random.random() < self.settings.fraction:
+        if mark is not None and str(mark).lower() in NO or mark is None and not self.random.random() < self.settings.fraction:
             return
         with self.lock:
             self.stats.sampled += 1

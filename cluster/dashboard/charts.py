@@ -29,6 +29,8 @@ def hero(view: View) -> dict:
     series = []
     if predicted:
         series.append(_curve("predicted", predicted, MUTED, width=1.5, dashed=True))
+    if live := view.line("live_acceptance_length"):
+        series.append(_curve("live", live, INK, width=1))
     if served:
         area = {"color": ACCENT, "opacity": 0.07, "origin": "start"}
         series.append(_curve("served", served, ACCENT, width=2.5) | {"areaStyle": area})

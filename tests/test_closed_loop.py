@@ -1,0 +1,172 @@
+"""Learning from served traffic without an engine: the mixture, the pace, the intake and its window."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.stream_peers import EXPECT, LIMIT_S, make_sample
+from torchspec_lite.config import build
+from torchspec_lite.errors import UserError
+from torchspec_lite.mixture import Mixture
+from torchspec_lite.pace import Pace
+from torchspec_lite.reuse import Entry, ReuseBuffer
+from torchspec_lite.sections import TrafficConfig
+from torchspec_lite.stream import Sender
+from workers.served import ServedTraffic
+from workers.traffic_intake import TrafficIntake
+
+
+def buffer_of(kind: str, lengths: list[int], reuse: int = 1) -> ReuseBuffer:
+    buffer = ReuseBuffer(reuse, 1 << 30, seed=0)
+    for place, length in enumerate(lengths):
+        sample = SimpleNamespace(id=f"{kind}{place}", purpose={"g": "train", "s": "traffic"}[kind], token_ids=torch.zeros(length), nbytes=length, ordinal=place)
+        buffer.add(Entry(sample, None))
+    return buffer
+
+
+def kinds(mixture: Mixture, steps: int, tokens: int) -> dict[str, int]:
+    """Tokens drawn of each kind over some steps, each sample trained once."""
+    total = {"g": 0, "s": 0}
+    for _ in range(steps):
+        entries = mixture.draw(tokens)
+        assert sum(entry.tokens for entry in entries) <= tokens or len(entries) == 1
+        for entry in entries:
+            total[entry.sample.id[0]] += entry.tokens
+        mixture.general.count_pass([entry for entry in entries if entry.sample.id[0] == "g"])
+        mixture.served.count_pass([entry for entry in entries if entry.sample.id[0] == "s"])
+    return total
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 1.0])
+def test_the_general_share_holds_over_steps_however_long_samples_are(share):
+    lengths = [30, 170, 90, 300] * 100
+    total = kinds(Mixture(buffer_of("g", lengths), buffer_of("s", lengths), share), 60, 512)
+    assert total["g"] / sum(total.values()) == pytest.approx(share, abs=0.02)
+
+
+def test_one_kind_alone_fills_the_batch():
+    assert kinds(Mixture(buffer_of("g", []), buffer_of("s", [100] * 50), 0.25), 5, 512) == {"g": 0, "s": 2500}
+    assert kinds(Mixture(buffer_of("g", [100] * 50), buffer_of("s", []), 0.25), 5, 512) == {"g": 2500, "s": 0}
+
+
+def test_the_pace_exports_what_is_better_rests_without_gain_and_wakes():
+    pace = Pace(TrafficConfig(export_margin=0.02, rest_after=3, wake_drop=0.05))
+    assert [pace.look(1.50, 1.49), pace.look(1.52, 1.49), pace.look(1.50, 1.50), pace.look(1.49, 1.50)] == [
+        "go_on", "export", "go_on", "go_on"]
+    assert not pace.resting
+    assert pace.look(1.51, 1.50) == "rest" and pace.resting
+    assert not pace.wakes(1.46)
+    assert not pace.wakes(1.60)      # traffic became easier: that is what must fall now
+    assert not pace.wakes(1.56) and pace.resting
+    assert pace.wakes(1.55) and not pace.resting
+    assert pace.look(1.55, 1.55) == "go_on"  # looks are counted anew
+
+
+@dataclass
+class Told:
+    """A coordinator that takes everything and remembers it."""
+
+    serving: int | None = None
+    known: list = field(default_factory=list)
+
+    def call(self, method, *args):
+        self.known.append((method, *args))
+        return {"arrived": lambda: {id: 0 for id, _ in args[0]}, "serving_version": lambda: self.serving}[method]()
+
+    def tell(self, method, *args):
+        self.known.append((method, *args))
+
+    def of(self, method):
+        return [call[1:] for call in self.known if call[0] == method]
+
+
+def intake_of(closing, told, clock, **options):
+    config = build({"target": {"model": "x"}, "data": {"train": ["demo"]}, "trainer": {"reuse_buffer_mib": 1, "reuse": 2},
+                    "traffic": {"fraction": 0.5, "window": 8} | options}, "test")
+    intake = closing(TrafficIntake(config, 0, EXPECT, told, lambda sample: "taught", clock))
+    sender = closing(Sender(intake.listen("127.0.0.1", None, True), "replica", 2**24))
+    return intake, sender
+
+
+def stream(intake, sender, count, tokens=20, resting=False):
+    """Send numbered samples and take them in."""
+    for number in range(count):
+        sender.send(make_sample(number, tokens))
+    while intake.windowed + len(intake.coordinator.of("arrived")) < count:
+        assert intake.fill(LIMIT_S, resting)
+
+
+def test_the_first_requests_fill_a_window_that_is_never_trained(closing):
+    told, now = Told(), [0.0]
+    intake, sender = intake_of(closing, told, lambda: now[0], window_share=0.01)
+    stream(intake, sender, 10)
+    windowed = {sample.id for _, sample, _ in intake.window}
+    trained = set(intake.buffer.entries)
+    assert len(windowed) == 2 and len(trained) == 8 and not windowed & trained
+    assert {id for (deliveries, rank) in told.of("arrived") for id, _ in deliveries} == trained
+
+
+def test_old_requests_leave_the_memory_and_are_counted(closing):
+    told, now = Told(), [0.0]
+    intake, sender = intake_of(closing, told, lambda: now[0], max_age_s=100.0)
+    stream(intake, sender, 6)
+    waiting, now[0] = set(intake.buffer.entries), 101.0
+    intake.fill(0.0)
+    assert not intake.buffer.entries and not intake.window and intake.buffer.nbytes == 0 and not intake.came
+    assert {(id, reason) for id, _, reason in told.of("rejected")} == {(id, "too_old") for id in waiting}
+
+
+def test_what_had_all_its_passes_leaves_the_memory(closing):
+    told = Told()
+    intake, sender = intake_of(closing, told, lambda: 0.0)
+    stream(intake, sender, 6)
+    entries = list(intake.buffer.entries.values())
+    assert intake.count_pass(entries) == []
+    assert intake.count_pass(entries) == entries and not intake.came and intake.buffer.nbytes == 0
+
+
+def test_a_resting_trainer_keeps_the_newest(closing):
+    told = Told()
+    intake, sender = intake_of(closing, told, lambda: 0.0, window_share=0.01)
+    size = make_sample(0, 400).nbytes
+    fits = -(-(1 << 20) // size)
+    stream(intake, sender, fits + 12, tokens=400, resting=True)
+    kept = {int(entry.sample.ordinal) for entry in intake.buffer.entries.values()}
+    assert len(kept) <= fits and fits + 11 in kept and min(kept) > 2
+    assert {reason for _, _, reason in told.of("rejected")} == {"newer_came"}
+
+
+def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
+    told = Told(serving=3)
+    config = build({"target": {"model": "x"}, "data": {"train": ["demo"]},
+                    "traffic": {"fraction": 1, "window": 8, "rest_after": 2}}, "test")
+    intake = TrafficIntake(config, 0, EXPECT, told, lambda sample: "taught")
+    intake.window.extend((0.0, f"sample{place}", "taught") for place in range(8))
+    lengths = {"candidate": 1.30, "serving": 1.50}
+    served = ServedTraffic(intake, ReuseBuffer(1, 1, 0), tmp_path, None, None, told,
+                           lambda drafter, pairs: SimpleNamespace(walked=lengths[drafter]))
+    monkeypatch.setattr("workers.served.load_drafter", lambda folder, info, head: "serving")
+    assert served.look("candidate") is None  # the serving version's folder is gone
+    (tmp_path / "drafters" / "v000003").mkdir(parents=True)
+    look = served.look("candidate")
+    assert (look.decision, look.serving, look.candidate.walked) == ("go_on", 1.50, 1.30)
+    lengths["candidate"] = 1.60
+    assert served.look("candidate").decision == "export"
+    lengths["candidate"] = 1.51
+    assert [served.look("candidate").decision for _ in range(2)] == ["go_on", "rest"]
+    assert [kind for kind, _ in told.of("event")] == ["rest"]
+    lengths["serving"] = 1.40
+    assert not served.wakes()  # nothing new in the window
+    intake.windowed += 2
+    assert served.wakes() and [kind for kind, _ in told.of("event")] == ["rest", "wake"]
+    assert [report.resting for (report,) in told.of("pace")] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("values, named", [
+    ({"serve": {"replicas": 0}, "data": {"train": ["demo"]}}, "serve.replicas"),
+    ({"data": {"train": []}}, "drafter.init_from")])
+def test_traffic_that_cannot_be_learned_from_is_refused(values, named):
+    with pytest.raises(UserError, match=named):
+        build({"target": {"model": "x"}, "traffic": {"fraction": 0.1}} | values, "test")
