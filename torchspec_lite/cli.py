@@ -18,7 +18,7 @@ from torchspec_lite.logs import log_crash
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 the run failed, 2 something a person must mend, 130 Ctrl-C."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         # What libraries print goes to standard error: standard output is the result's alone.
         with contextlib.redirect_stdout(sys.stderr):
@@ -36,6 +36,17 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             print(json.dumps({"error": line, "failed": True}), file=sys.__stdout__)
         return 1
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command and its options. Overrides may follow a flag (`--resume trainer.max_minutes=60`), which argparse alone
+    refuses."""
+    options, rest = parser().parse_known_args(arguments)
+    if "overrides" in options and not any(word.startswith("-") for word in rest):
+        options.overrides += rest
+    elif rest:
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -176,7 +176,7 @@ def traffic(view: View) -> str:
     """How much of what users send is sampled, and what becomes of it."""
     found = view.snapshot.traffic if view.snapshot else None
     if found is None:
-        return "<p class='muted'>No served request is captured: <code>traffic.fraction</code> is 0.</p>"
+        return "<p class='muted off'>No served request is captured: <code>traffic.fraction</code> is 0.</p>"
     samples = found.samples or {}
     share = found.sampled / found.requests if found.requests else 0.0
     facts = [
