@@ -135,7 +135,7 @@ class Shift:
         process = subprocess.Popen(command(
             self.folder, "online", f"data.train=[{self.folder}/A-train.jsonl]", f"data.held_out=[{self.folder}/A-held.jsonl]",
             f"drafter.init_from={self.drafter}", "data.max_prompts=80", "trainer.max_minutes=60", "trainer.schedule=constant",
-            "trainer.export_every=25", "traffic.fraction=1", "serve.port=0", "rollout.min_rounds=150", *self.options.set,
+            "trainer.export_every=25", "traffic.fraction=1", "traffic.prefer_low_acceptance=0", "serve.port=0", "rollout.min_rounds=150", *self.options.set,
             "dashboard.enabled=true"), cwd=ROOT, stdout=subprocess.DEVNULL)
         try:
             url = await self._endpoint(process)

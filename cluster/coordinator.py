@@ -222,6 +222,10 @@ class Coordinator:
     async def pool_report(self, replicas: tuple[Replica, ...], rounds: int, accepted: int, tokens: int) -> None:
         self.observer.pool(replicas, rounds, accepted, tokens)
 
+    async def traffic_refused(self, reason: str) -> None:
+        """A receiver refused a served request's states."""
+        self.observer.refused(reason)
+
     async def traffic_report(self, found: list[dict]) -> None:
         """What each replica captured: `workers.server.Replica.traffic`."""
         self.observer.traffic_captured(found)

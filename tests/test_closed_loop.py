@@ -1,6 +1,6 @@
 """Learning from served traffic without an engine: the mixture, the pace, the intake and its window."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +116,21 @@ def test_old_requests_leave_the_memory_and_are_counted(closing):
     intake.fill(0.0)
     assert not intake.buffer.entries and not intake.window and intake.buffer.nbytes == 0 and not intake.came
     assert {(id, reason) for id, _, reason in told.of("rejected")} == {(id, "too_old") for id in waiting}
+
+
+def test_states_of_another_target_are_an_alarm(closing):
+    told = Told()
+    intake, sender = intake_of(closing, told, lambda: 0.0)
+    for number in range(3):
+        sender.send(replace(make_sample(number, 20), fingerprint="tiny@1"))
+    sender.send(make_sample(9, 20))
+    while not intake.windowed:
+        intake.fill(LIMIT_S)
+    sender.flush(LIMIT_S)
+    intake.fill(0.0)
+    assert told.of("traffic_refused") == [("mismatch",)] * 3 and not told.of("arrived")
+    (alarm,) = told.of("raise_alarm")
+    assert "tiny@1" in alarm[0] and "tiny@0" in alarm[0]
 
 
 def test_what_had_all_its_passes_leaves_the_memory(closing):

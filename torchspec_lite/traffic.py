@@ -59,6 +59,7 @@ class Trail:
         """Join all but the newest piece, keep their last `longest` rows: a long request takes bounded memory."""
         *old, newest = self.pieces
         self._count(old)
+        newest.ready()
         runs = _runs(old, int(newest.first))
         first, tokens, states = _joined(runs) if runs else (int(newest.first), newest.tokens[:0], newest.states[:0])
         spare = max(0, len(tokens) - self.longest)

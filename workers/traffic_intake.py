@@ -32,6 +32,7 @@ class TrafficIntake:
         self.windowed = 0
         self.random = random.Random(trainer.seed + rank)
         self.came: dict[str, float] = {}
+        self.refused: set[str] = set()
         self.receiver: Receiver | None = None
 
     def listen(self, host: str, keys: ReceiverKeys | None, unencrypted: bool) -> str:
@@ -45,6 +46,7 @@ class TrafficIntake:
         """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting`, new requests take
         the place of the oldest: the buffer then holds the newest traffic when training wakes."""
         self._let_go_of_the_old()
+        self._tell_refusals()
         came = self._take(wait_s, resting)
         while came and self._take(0.0, resting):
             pass
@@ -79,6 +81,17 @@ class TrafficIntake:
         for entry in done:
             del self.came[entry.sample.id]
         return done
+
+    def _tell_refusals(self) -> None:
+        """A replica whose states do not fit (of another target, say) is an alarm, once for each kind of reason."""
+        for event in self.receiver.events():
+            if event.kind == "rejected":
+                reason = event.reason.partition(":")[0]
+                self.coordinator.tell("traffic_refused", reason)
+                if reason not in self.refused:
+                    self.coordinator.tell("raise_alarm", f"states of served requests are refused: {event.reason}; serve the "
+                                          f"target that this run trains for, or start a run of another name for the other")
+                self.refused.add(reason)
 
     def _let_go_of_the_old(self) -> None:
         oldest = self.clock() - self.options.max_age_s
