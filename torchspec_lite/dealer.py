@@ -4,7 +4,7 @@ import zmq
 
 from torchspec_lite.control import MAX_CONTROL
 from torchspec_lite.keys import SenderKeys
-from torchspec_lite.peer import set_heartbeat
+from torchspec_lite.peer import limit_handshake
 
 
 def open_dealer(context: zmq.Context, keys: SenderKeys | None, heartbeat_s: float) -> zmq.Socket:
@@ -15,7 +15,7 @@ def open_dealer(context: zmq.Context, keys: SenderKeys | None, heartbeat_s: floa
     socket.sndhwm = 0  # credits bound what is queued
     socket.maxmsgsize = MAX_CONTROL
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
-    set_heartbeat(socket, heartbeat_s)
+    limit_handshake(socket, heartbeat_s)
     if keys:
         socket.curve_serverkey = keys.receiver_public.encode()
         socket.curve_publickey = keys.own.public.encode()

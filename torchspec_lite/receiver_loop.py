@@ -133,6 +133,7 @@ class ReceiverLoop:
         for peer in list(self._peers.values()):
             if now - peer.heard > SILENT_HEARTBEATS * self._heartbeat_s:
                 self._lose(peer, f"silent for {now - peer.heard:.1f} s")
+                self._cut(peer.number)  # else a connection to a host that is gone would stay
             else:
                 self._say(peer.address, control.Ping())
         self._ping_at = now + self._heartbeat_s

@@ -4,7 +4,7 @@ import zmq
 
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ZAP_ENDPOINT, ReceiverKeys, check_bind_host, is_loopback
-from torchspec_lite.peer import set_heartbeat
+from torchspec_lite.peer import limit_handshake
 
 MESSAGES_READ_AHEAD = 2  # per connection, before the connection itself is held back
 
@@ -22,7 +22,7 @@ def open_router(context: zmq.Context, host: str, port: int, keys: ReceiverKeys |
     socket.router_mandatory = True
     socket.rcvhwm = MESSAGES_READ_AHEAD
     socket.maxmsgsize = max_frame_bytes
-    set_heartbeat(socket, heartbeat_s)
+    limit_handshake(socket, heartbeat_s)
     if keys:
         zap = context.socket(zmq.REP)
         zap.bind(ZAP_ENDPOINT)

@@ -1,17 +1,24 @@
-"""What a process does to its own surroundings before it works, to see whether it bears that."""
+"""What a process does to its own surroundings before it works, and what is done to a run's disk, to see if it bears that."""
 
 import ctypes
 import errno
 import os
 import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from torchspec_lite.config import Config
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
-MS_REC, MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 DAYS = 30 * 86400
+MS_REMOUNT, MNT_DETACH = 32, 2  # linux/mount.h
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def unharmed(config: Config) -> None:
+    """Nothing."""
 
 
 def jumping_clock(config: Config) -> None:
@@ -20,27 +27,32 @@ def jumping_clock(config: Config) -> None:
     time.time = lambda: true() + chance.uniform(-DAYS, DAYS)
 
 
-def _full_disk(place: str, config: Config) -> None:
-    """A disk of its own, soon full, lies under a folder of the run, seen by this process alone.
+def _fails_to_flush(place: Path, config: Config) -> None:
+    """After some files under `place`, flushing one fails as on a full disk."""
+    left, fsync = 8, os.fsync
 
-    Where the system does not allow that (a container without rights), the system call that fails on a full disk does.
-    """
-    folder = config.run_dir / place
-    folder.mkdir(exist_ok=True)
-    libc = ctypes.CDLL(None, use_errno=True)
-    for space in (CLONE_NEWNS, CLONE_NEWNS | CLONE_NEWUSER):
-        if libc.unshare(space) == 0 and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0 and libc.mount(
-                b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=2m") == 0:
-            return
-    left, fsync = [8], os.fsync
-
-    def full(descriptor):
-        left[0] -= place in os.readlink(f"/proc/self/fd/{descriptor}")
-        if left[0] < 0:
+    def full(descriptor: int) -> None:
+        nonlocal left
+        left -= str(place) in os.readlink(f"/proc/self/fd/{descriptor}")
+        if left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(descriptor)
 
     os.fsync = full
 
 
-full_disk = {place: partial(_full_disk, place) for place in ("drafters", "checkpoints")}
+@contextmanager
+def small_disk(place: Path) -> Iterator[tuple[Callable, Callable]]:
+    """A disk of 2 MiB at a folder. Gives (harm for the processes, give it more room).
+
+    Who may not mount one gets the failing system call instead.
+    """
+    place.mkdir()
+    where = os.fsencode(place)
+    if LIBC.mount(b"tmpfs", where, b"tmpfs", 0, b"size=2m"):
+        yield partial(_fails_to_flush, place), lambda: None
+        return
+    try:
+        yield unharmed, lambda: LIBC.mount(b"tmpfs", where, b"tmpfs", MS_REMOUNT, b"size=256m")
+    finally:
+        LIBC.umount2(where, MNT_DETACH)

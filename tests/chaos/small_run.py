@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from cluster import coordinator as coordinators
+from tests.chaos.harms import unharmed
 from torchspec_lite.config import Config, build
 from torchspec_lite.lease import Lease
 from torchspec_lite.ledger import Ledger
@@ -188,10 +189,6 @@ def target_process(config: Config, name: str, path: str, endpoints: list[str], h
                 line.call("failed", lease.id, lease.attempt, str(error))
     pipe.send(("done", None))
     threading.Event().wait(LIMIT_S)  # until told to leave, so that what was sent stays readable
-
-
-def unharmed(config: Config) -> None:
-    """What a process does to its surroundings before it works: nothing."""
 
 
 class Failed(Exception):

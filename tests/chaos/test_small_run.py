@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.chaos.harms import full_disk, jumping_clock
+from tests.chaos.harms import jumping_clock, small_disk
 from tests.chaos.small_run import Failed, SmallRun, small_config
 from tests.tiny import make_tiny_target
 from torchspec_lite.export import versions
@@ -24,7 +24,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "1"))
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "1"))
 SIGNALS = {"kill -9": signal.SIGKILL, "stopped a while": signal.SIGSTOP}
 KINDS = ("target", "trainer", "coordinator")
-PROMPTS = 400
+PROMPTS = 250
 
 
 @pytest.fixture(scope="module")
@@ -140,20 +140,22 @@ def test_everything_is_killed_at_once_and_resumed(folder, undisturbed, table):
 @pytest.mark.parametrize("place", ["drafters", "checkpoints"])
 def test_a_full_disk_stops_the_run_with_a_reason_and_it_resumes(folder, undisturbed, table, place):
     config = small_config(folder, f"full-{place}", PROMPTS * ROUNDS, ordered=True)
-    with SmallRun(config, full_disk[place]) as run, pytest.raises(Failed) as told:
-        run.finish()
-    assert "no space left on the disk while writing" in str(told.value) and place in str(told.value)
-    begin = time.monotonic()
-    with SmallRun(config) as run:
-        before = run.settled()
-        run.until(lambda: run.settled() > before, "samples to be trained after there was room")
-        table.add(f"full disk under {place}", time.monotonic() - begin)
-        account = run.finish()
-    lost, twice = count(config, account)
-    table.end([f"full disk under {place}"], lost, twice)
-    assert (account["durable"], lost, twice) == (PROMPTS * ROUNDS, 0, 0)
-    assert same(last_drafter(config), undisturbed)
-    assert not list(config.run_dir.glob(f"{place}/.*"))  # nothing half-written is left
+    with small_disk(config.run_dir / place) as (harm, make_room):
+        with SmallRun(config, harm) as run, pytest.raises(Failed) as told:
+            run.finish()
+        assert "no space left on the disk while writing" in str(told.value) and place in str(told.value)
+        make_room()
+        begin = time.monotonic()
+        with SmallRun(config) as run:
+            before = run.settled()
+            run.until(lambda: run.settled() > before, "samples to be trained after there was room")
+            table.add(f"full disk under {place}", time.monotonic() - begin)
+            account = run.finish()
+        lost, twice = count(config, account)
+        table.end([f"full disk under {place}"], lost, twice)
+        assert (account["durable"], lost, twice) == (PROMPTS * ROUNDS, 0, 0)
+        assert same(last_drafter(config), undisturbed)
+        assert not list(config.run_dir.glob(f"{place}/.*"))  # nothing half-written is left
 
 
 def test_a_clock_that_jumps_changes_nothing(folder, undisturbed, table):
