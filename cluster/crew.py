@@ -21,7 +21,7 @@ START_LIMIT_S = 900
 GRACE_S = 10
 """After one trainer rank fails, the others have this long to fail too, which tells a lost process from an error."""
 MOST_FAILURES = 4
-"""Starts in a row that may fail before the run gives up."""
+"""Starts in a row that may fail before the run gives up. Of trainers, one that made samples durable did not fail."""
 BACKOFF_S = (1, 5, 30, 60)
 
 
@@ -51,16 +51,19 @@ class Crew:
 
         Raises UserError for what a person must mend, and the trainers' own error.
         """
-        for failures in range(MOST_FAILURES):
+        failures = durable = 0
+        while True:
             try:
                 summary = await self._train_once()
                 self.trained.set()
                 return summary
             except RayActorError as error:
                 await self._alarm(f"a trainer was lost ({one_line(error)}); all ranks start again from the newest checkpoint")
-                if failures == MOST_FAILURES - 1:
+                before, durable = durable, (await self.coordinator.account.remote())["samples"]["durable"]
+                failures = 1 if durable > before else failures + 1
+                if failures == MOST_FAILURES:
                     raise
-                await asyncio.sleep(BACKOFF_S[failures])
+                await asyncio.sleep(BACKOFF_S[failures - 1])
 
     async def _train_once(self) -> dict:
         ranks = range(self.config.trainer.ranks)

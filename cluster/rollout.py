@@ -20,6 +20,9 @@ from workers.reports import Export
 
 RECENT_PROMPTS = 32
 """Users' recent prompts that a version is compared on, where traffic is captured."""
+REPLICA_WAIT_S = 300.0
+"""A replica that was lost comes back with the promoted version within this time."""
+RETRY_S = 1.0
 Decision = Literal["promote", "roll_back", "wait"]
 
 
@@ -220,12 +223,20 @@ class Rollout:
                 await asyncio.sleep(min(5.0, self.options.wait_s))  # only users' requests can tell more now
 
     async def measure(self, export: Export) -> Counts:
-        """Rounds of a version that some replica runs on all shadow prompts; asked once and kept."""
-        names = [stats["replica"] for stats in await self.pool.stats() if stats["version"] == Path(export.directory).name]
-        if not names:
-            raise ReplicaGone(f"no replica runs version {export.version}")
-        await self._ask(names[0], export, len(self.shadow_prompts))
-        return sum(self.shadow[export.version], Counts(0, ()))
+        """Rounds of a version on all shadow prompts; asked once and kept. Where no replica runs it just now, waits for
+        one. Raises ReplicaGone after REPLICA_WAIT_S."""
+        deadline = time.monotonic() + REPLICA_WAIT_S
+        while True:
+            names = [stats["replica"] for stats in await self.pool.stats() if stats["version"] == Path(export.directory).name]
+            try:
+                if not names:
+                    raise ReplicaGone(f"the rollout waited {REPLICA_WAIT_S:g} s for a replica that runs version {export.version}")
+                await self._ask(names[0], export, len(self.shadow_prompts))
+                return sum(self.shadow[export.version], Counts(0, ()))
+            except ReplicaGone:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)  # its start is seen only by asking
 
     async def _live(self, before: dict[str, dict], canaries: list[str], shadow: Counts) -> tuple[Counts, Counts]:
         """Users' draft rounds since `before`, of the canaries (less our own shadow rounds) and of the rest."""

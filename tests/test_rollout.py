@@ -178,6 +178,33 @@ def test_a_bad_version_is_rolled_back_and_never_leaves_the_canary(start, tmp_pat
     assert bool(coordinator.alarms) == (where == "alarm")
 
 
+def test_a_lost_replica_is_waited_for_before_a_measurement(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "RETRY_S", 0.0)
+    pool = FakePool(["a"], LENGTHS)
+    rollout, _ = start(pool)
+    pool.running.clear()
+    looks, shadow = [], pool.shadow
+
+    async def stats():
+        looks.append(1)
+        if len(looks) == 3:
+            pool.running["b"] = "v000000"
+        return [{"replica": name, "version": version} for name, version in pool.running.items()]
+
+    async def dies_once(name, *rest):
+        if len(looks) == 3:
+            raise ReplicaGone("replica b is gone")
+        return await shadow(name, *rest)
+
+    pool.stats, pool.shadow = stats, dies_once
+    # 8 prompts of 40 rounds, of which 8 each held.
+    assert asyncio.run(rollout.measure(rollout.serving)) == Counts(320, (64,)) and len(looks) == 4
+    pool.running.clear()
+    monkeypatch.setattr(rollouts, "REPLICA_WAIT_S", 0.01)
+    with pytest.raises(ReplicaGone, match="waited 0.01 s for a replica that runs version 0"):
+        asyncio.run(rollout.measure(rollout.serving))
+
+
 def test_a_version_predicted_worse_is_not_tried(start, tmp_path):
     pool = FakePool(["a"], LENGTHS)
     rollout, coordinator = start(pool)

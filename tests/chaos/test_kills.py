@@ -1,6 +1,8 @@
-"""kill -9 of every kind of process of a real run, one after the other, while it works; then the account must balance.
+"""Every kind of process of a real run is killed, and stopped for a while, one after the other, while it works; the
+driver too, then the run is resumed. At the end the account must balance.
 
-`CHAOS_ROUNDS` kills each kind that often (default 1; `make chaos` uses more), at moments drawn from `CHAOS_SEED`.
+Each happens `CHAOS_ROUNDS` times (default 1; `make chaos` uses more), in an order drawn from `CHAOS_SEED`. The other
+files of this folder need no engine and run with every test.
 """
 
 import json
@@ -10,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -19,16 +22,17 @@ import yaml
 from tests.tiny import make_tiny_target
 from torchspec_lite.ledger import Ledger
 
-pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "target worker": "ray::TargetProcess", "target's engine": "VLLM::EngineCore", "trainer": "ray::TrainerProcess",
     "coordinator": "ray::Coordinator", "serving replica": "ray::ServeReplica"}
+SIGNALS = ("kill -9", "stopped a while")
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "1"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
-PROMPTS = 5000 * ROUNDS
+PROMPTS = 10_000 * ROUNDS
 """More than a run gets through before every kind was killed; it is then stopped by hand."""
-RECOVER_S = 300
+RECOVER_S = 400
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def place(tmp_path_factory):
         "capture": {"kv_cache_mib": 64, "cpus": 0.5, "max_num_seqs": 4},
         "stream": {"heartbeat_s": 1.0},
         "drafter": {"draft_vocab_size": 256, "vocab_samples": 8},
-        "trainer": {"batch_tokens": 512, "reuse": 2, "export_every": 10, "cpus": 0.5, "dtype": "float32", "compile": False,
+        "trainer": {"ranks": 2, "batch_tokens": 512, "reuse": 2, "export_every": 10, "cpus": 0.5, "dtype": "float32", "compile": False,
                     "ttt_steps": 3, "warmup_steps": 2},
         "serve": {"kv_cache_mib": 64, "cpus": 0.5, "port": 0}, "rollout": {"shadow_tokens": 16, "min_rounds": 10},
         "dashboard": {"enabled": False}}))
@@ -65,11 +69,11 @@ def command(process: psutil.Process) -> str:
 class Watched:
     """A run in a process of its own, and what its ledger says."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *options: str):
         self.run_dir = folder / "runs" / "chaos"
-        self.log = (folder / "screen.txt").open("w+")
+        self.log = (folder / "screen.txt").open("a+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchspec_lite.cli", "train", "config.yaml", "--json"], cwd=folder,
+            [sys.executable, "-m", "torchspec_lite.cli", "train", "config.yaml", "--json", *options], cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=self.log, text=True)
 
     def told(self) -> str:
@@ -92,6 +96,18 @@ class Watched:
         return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)
                 if KINDS[kind] in command(process)]
 
+    def until_trained(self, who: str) -> float:
+        """Seconds until samples are trained; after a trainer's death some are taken back first."""
+        lowest = self.settled()
+
+        def trained() -> bool:
+            nonlocal lowest
+            now = self.settled()
+            lowest = min(lowest, now)
+            return now > lowest
+
+        return self.wait(trained, f"samples to be trained after {who} came back")
+
     def wait(self, condition, what: str) -> float:
         """Seconds until the condition holds; other processes' state shows only by looking."""
         begin = time.monotonic()
@@ -103,26 +119,29 @@ class Watched:
         return time.monotonic() - begin
 
 
-def test_kill_every_kind_of_process(place):
+def test_kill_and_stop_every_kind_of_process(place, table):
     chance = random.Random(SEED)
-    run = Watched(place)
     print(f"\nseed {SEED}, {ROUNDS} rounds, {PROMPTS} prompts")
-    rows = []
+    run, happened = Watched(place), []
+    faults = [(kind, how) for kind in (*KINDS, "driver") for how in SIGNALS] * ROUNDS
+    chance.shuffle(faults)
     try:
         run.wait(lambda: run.settled() > 20 and run.pids("serving replica"), "the run to be under way")
-        for round in range(ROUNDS):
-            for kind in chance.sample(list(KINDS), len(KINDS)):
-                found = run.pids(kind)
-                if run.process.poll() is not None or not found:
-                    continue
-                before = run.settled()
-                victim = chance.choice(found)
-                os.kill(victim, signal.SIGKILL)
-                # Recovered: another process of the kind is there, and samples are being trained again.
-                took = run.wait(lambda: [pid for pid in run.pids(kind) if pid != victim] and run.settled() > before,
-                                f"the {kind} to come back and samples to be trained")
-                rows.append((kind, took))
-                print(f"{kind:<18} recovered in {took:5.1f} s")
+        for kind, how in faults:
+            if kind == "driver":
+                if how == "kill -9":
+                    run, took = kill_driver(run, place)
+                else:
+                    took = stop(run, run.process.pid, chance)
+            else:
+                run.wait(lambda: run.pids(kind), f"a {kind} to be there")
+                victim = chance.choice(run.pids(kind))
+                took = stop(run, victim, chance) if how == "stopped a while" else kill(run, kind, victim)
+            assert run.process.poll() is None, f"only {happened} hit the run\n{run.told()}"
+            who = "one trainer of 2" if kind == "trainer" else kind
+            happened.append(f"{who}: {how}")
+            table.add(happened[-1], took)
+            print(f"{happened[-1]:<36} recovered in {took:5.1f} s")
         children = psutil.Process(run.process.pid).children(recursive=True)
         run.process.send_signal(signal.SIGINT)
         output, _ = run.process.communicate(timeout=900)
@@ -131,14 +150,45 @@ def test_kill_every_kind_of_process(place):
         if run.process.poll() is None:
             run.process.kill()
     assert run.process.returncode == 0, run.told()
-    result = json.loads(output)
-    samples = result["samples"]
-    assert samples["durable"] + samples["rejected"] + samples["queued"] == samples["all"] == PROMPTS, (samples, run.told())
+    samples = json.loads(output)["samples"]
+    with closing(Ledger(run.run_dir / "ledger.sqlite", reuse=1, read_only=True)) as ledger:
+        passes = dict(ledger._db.execute("SELECT id, COUNT(*) FROM passes GROUP BY id"))
+        twice = [row.id for row in ledger.rows("durable") if row.purpose == "train" and passes[row.id] != 2]
+    lost = samples["all"] - samples["durable"] - samples["rejected"] - samples["queued"]
+    table.end(happened, lost, len(twice))
+    print(samples)
+    assert samples["all"] == PROMPTS and lost == 0 and twice == [], (samples, twice)
     assert samples["durable"] > 20
-    ledger = Ledger(run.run_dir / "ledger.sqlite", reuse=1, read_only=True)
-    passes = dict(ledger._db.execute("SELECT id, COUNT(*) FROM passes GROUP BY id"))
-    twice = [row.id for row in ledger.rows("durable") if row.purpose == "train" and passes[row.id] != 2]
-    ledger.close()
-    assert twice == []
-    assert len(rows) == ROUNDS * len(KINDS), f"only {rows} were killed before the run ended; raise PROMPTS"
     assert orphans == []
+    assert not [name for name in os.listdir("/dev/shm") if "torchspec" in name]
+
+
+def kill(run: Watched, kind: str, victim: int) -> float:
+    """Seconds until another process of the kind is there and samples are trained again."""
+    os.kill(victim, signal.SIGKILL)
+    took = run.wait(lambda: [pid for pid in run.pids(kind) if pid != victim], f"another {kind}")
+    return took + run.until_trained(kind)
+
+
+def stop(run: Watched, victim: int, chance: random.Random) -> float:
+    """Hold a process, for less or for more than its peers' patience; seconds until samples are trained after that."""
+    os.kill(victim, signal.SIGSTOP)
+    over = time.monotonic() + chance.uniform(0.5, 6.0)
+    run.wait(lambda: time.monotonic() > over, "the end of a pause")
+    os.kill(victim, signal.SIGCONT)
+    return run.until_trained(f"process {victim}")
+
+
+def kill_driver(run: Watched, place: Path) -> tuple[Watched, float]:
+    """kill -9 of the driver; whatever it had started must go too, then the run is resumed."""
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.kill()
+    run.process.wait(30)
+    deadline = time.monotonic() + RECOVER_S
+    while left := [process for process in children if process.is_running() and command(process)]:
+        assert time.monotonic() < deadline, f"still there after the driver's death: {[command(one) for one in left]}"
+        time.sleep(0.1)
+    resumed = Watched(place, "--resume")
+    begin = time.monotonic()
+    resumed.wait(lambda: resumed.pids("trainer"), "a resumed trainer")
+    return resumed, time.monotonic() - begin + resumed.until_trained("the resumed run")
