@@ -14,7 +14,7 @@ help:
 	@echo "make venv    only set up: $(VENV)"
 	@echo "make bench   the benchmarks that need no drafter, one JSON object each"
 	@echo "make fuzz    a million inputs at the wire decoder and the control messages"
-	@echo "make chaos   kill every kind of process many times and count the samples"
+	@echo "make chaos   kill and stop every kind of process, break connections, fill the disk, and count the samples"
 
 venv: $(VENV)/.complete
 
