@@ -185,9 +185,9 @@ def traffic(view: View) -> str:
         ("sampled", f"{found.sampled:,} ({share:.0%})", "traffic-sampled"),
         ("sent to the trainers", f"{found.sent:,}", "traffic-sent"),
         ("trained for good", f"{samples.get('durable', 0):,}", "traffic-durable"),
-        ("window", f"{found.window:,}", "traffic-window"),
-        ("serving there", _number(found.window_serving), "traffic-serving"),
-        ("training there", _number(found.window_candidate), "traffic-candidate"),
+        ("kept to measure", f"{found.window:,}", "traffic-window"),
+        ("serving, predicted", _number(found.window_serving), "traffic-serving"),
+        ("in training, predicted", _number(found.window_candidate), "traffic-candidate"),
     ]
     rows = [[escape(reason), f"{count:,}"] for reason, count in (found.left_out or {}).items() if count]
     table = _table("Sampled and not sent", ["Reason", "Requests"], rows, numbers=1) if rows else ""
