@@ -190,7 +190,7 @@ def traffic(view: View) -> str:
         ("in training, predicted", _number(found.window_candidate), "traffic-candidate"),
     ]
     rows = [[escape(reason), f"{count:,}"] for reason, count in (found.left_out or {}).items() if count]
-    table = _table("Sampled and not sent", ["Reason", "Requests"], rows, numbers=1) if rows else ""
+    table = _table("Sampled and not sent", ["Sampled and not sent", "Requests"], rows, numbers=1) if rows else ""
     rest = "<p class='muted'>Training rests.</p>" if found.resting else ""
     return f"<dl class='facts wide'>{_facts(facts)}</dl>{rest}{table}"
 
