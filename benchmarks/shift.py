@@ -2,7 +2,7 @@
 
 Requests of kind A (conversation, writing, school maths), then of kind B (code), then A again are sent to a run that learns
 from what it serves (`traffic.fraction: 1`), starting from a drafter trained on A. Beside it stand that drafter, left as it
-was, and one trained on B for as long. All acceptance lengths that ratios are made of come from vLLM, on the same two sets of
+was, and one trained on as many prompts of B. All acceptance lengths that ratios are made of come from vLLM, on the same two sets of
 prompts that nobody trained on:
 
 * `recovered`: of the way from the A drafter to the B drafter on B's prompts, how much the version that served
@@ -49,7 +49,7 @@ CONFIG = ROOT / "configs" / "demo.yaml"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--train-minutes", type=float, default=4, help="training of the A and of the B drafter")
+    parser.add_argument("--train-prompts", type=int, default=330, help="that the A and the B drafter each learn from")
     parser.add_argument("--before-tokens", type=int, default=4000, help="served tokens of A before the shift")
     parser.add_argument("--recover-tokens", type=int, default=20000, help="served tokens of B")
     parser.add_argument("--after-tokens", type=int, default=4000, help="served tokens of A after it")
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict:
     if options.drafters:
         drafters = dict(zip(KINDS, map(Path, options.drafters)))
     else:
-        drafters = {kind: train(kind, folder, options.train_minutes) for kind in KINDS}
+        drafters = {kind: train(kind, folder, options.train_prompts) for kind in KINDS}
     curve, served = asyncio.run(Shift(options, folder, target, prompts, drafters["A"]).run())
     tested = {"a": drafters["A"], "b": drafters["B"], "recovered": served["B"], "last": served["A again"]}
     lengths = asyncio.run(compare(target, folder, tested))
@@ -112,10 +112,10 @@ def command(folder: Path, name: str, *overrides: str) -> list[str]:
             "dashboard.enabled=false", "--json", *overrides]
 
 
-def train(kind: str, folder: Path, minutes: float) -> Path:
+def train(kind: str, folder: Path, prompts: int) -> Path:
     """A drafter for one kind of prompts, trained as the demo does but for the serving pool."""
     subprocess.run(command(folder, kind, f"data.train=[{folder}/{kind}-train.jsonl]", f"data.held_out=[{folder}/{kind}-held.jsonl]",
-                           "serve.replicas=0", f"trainer.max_minutes={minutes}", "data.epochs=4"),
+                           "serve.replicas=0", f"data.max_prompts={prompts}", "trainer.max_minutes=60"),
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return versions(folder / kind / "drafters")[max(versions(folder / kind / "drafters"))]
 

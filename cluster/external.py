@@ -18,11 +18,10 @@ from cluster.pool import ReplicaGone, write_promoted
 from torchspec_lite.acceptance import Counts
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
-from torchspec_lite.keys import save_keys
 from torchspec_lite.target import TargetInfo
 from workers.capture_settings import capture_settings
 from workers.refusal import SwapRefused
-from workers.target_address import ReceiverAddress
+from workers.target_address import ReceiverAddress, written_down
 
 ANSWER_S = 300.0
 COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accepted_tokens": "accepted",
@@ -195,14 +194,8 @@ class ExternalPool:
 
     async def capture(self, replica: str, receivers: list[ReceiverAddress]) -> None:
         """The engine's worker itself chooses `traffic.fraction` of the requests that do not forbid it."""
-        files = []
-        for number, receiver in enumerate(receivers):
-            path = None if receiver.keys is None else Path(self.keys.name) / f"{number}.json"
-            if path is not None:
-                save_keys(path, receiver.keys)
-            files.append([receiver.endpoint, path and str(path)])
         settings = capture_settings(self.config, replica, self.info, self.config.traffic.fraction)
-        await self.engines[replica].rpc("capture_on", asdict(settings), files)
+        await self.engines[replica].rpc("capture_on", asdict(settings), written_down(receivers, self.keys.name))
 
     async def recent_prompts(self, count: int) -> list[list[int]]:
         """None: these engines remember no prompt, so versions are compared on held-out ones."""

@@ -22,7 +22,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from torchspec_lite.config import Config, ServeConfig, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.export import MANIFEST, verify
-from torchspec_lite.keys import save_keys
 from torchspec_lite.target import describe
 from workers.api_key import NeedsKey
 from workers.capture_settings import CaptureSettings, capture_settings
@@ -32,7 +31,7 @@ from workers.engine import engine_args
 from workers.refusal import SwapRefused
 from workers.scheduler import BREAK_EVEN
 from workers.tap import SETTING
-from workers.target_address import ReceiverAddress
+from workers.target_address import ReceiverAddress, written_down
 
 EXTENSION = "workers.hot_swap.ServingExtension"
 ANSWER_S = 120.0
@@ -158,13 +157,7 @@ class Replica:
 
     async def capture(self, receivers: list[ReceiverAddress]) -> None:
         """Stream the states of sampled requests to these receivers, one a trainer rank, from the next request on."""
-        key_files = []
-        for number, receiver in enumerate(receivers):
-            path = None if receiver.keys is None else Path(self._keys.name) / f"{number}.json"
-            if path is not None:
-                save_keys(path, receiver.keys)
-            key_files.append((receiver.endpoint, path and str(path)))
-        await self._all_ranks_plain("capture_on", asdict(self.capture_settings), key_files)
+        await self._all_ranks_plain("capture_on", asdict(self.capture_settings), written_down(receivers, self._keys.name))
 
     def recent_prompts(self, count: int) -> list[list[int]]:
         """Token ids of the prompts sampled last that are not too old, newest first; they are in memory only."""

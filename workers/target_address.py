@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from torchspec_lite.keys import SenderKeys
+from pathlib import Path
+
+from torchspec_lite.keys import SenderKeys, save_keys
 
 
 @dataclass(frozen=True)
@@ -11,3 +13,15 @@ class ReceiverAddress:
 
     endpoint: str
     keys: SenderKeys | None = None
+
+
+def written_down(receivers: list[ReceiverAddress], folder: Path | str) -> list[tuple[str, str | None]]:
+    """(endpoint, key file) of each, for an engine: keys go as files of mode 0600, so that no call that may be logged holds
+    one. None: not encrypted."""
+    found = []
+    for number, receiver in enumerate(receivers):
+        path = None if receiver.keys is None else Path(folder) / f"{number}.json"
+        if path is not None:
+            save_keys(path, receiver.keys)
+        found.append((receiver.endpoint, path and str(path)))
+    return found
