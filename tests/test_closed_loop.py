@@ -1,6 +1,7 @@
 """Learning from served traffic without an engine: the mixture, the pace, the intake and its window."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from tests.stream_peers import EXPECT, LIMIT_S, make_sample
 from torchspec_lite.config import build
 from torchspec_lite.errors import UserError
+from torchspec_lite.keys import SenderKeys, load_keys, make_pair
 from torchspec_lite.mixture import Mixture
 from torchspec_lite.pace import Pace
 from torchspec_lite.reuse import Entry, ReuseBuffer
 from torchspec_lite.sections import TrafficConfig
 from torchspec_lite.stream import Sender
 from workers.served import ServedTraffic
+from workers.target_address import ReceiverAddress, written_down
 from workers.traffic_intake import TrafficIntake
 
 
@@ -185,3 +188,13 @@ def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
 def test_traffic_that_cannot_be_learned_from_is_refused(values, named):
     with pytest.raises(UserError, match=named):
         build({"target": {"model": "x"}, "traffic": {"fraction": 0.1}} | values, "test")
+
+
+def test_keys_are_written_down_again_when_trainers_come_back(tmp_path):
+    pair, end = make_pair(), make_pair()
+    receivers = [ReceiverAddress("tcp://a:1", SenderKeys(pair, end.public)), ReceiverAddress("tcp://b:2")]
+    for _ in range(2):
+        (first, path), second = written_down(receivers, tmp_path)
+        assert first == "tcp://a:1" and second == ("tcp://b:2", None)
+        assert load_keys(Path(path)) == receivers[0].keys and Path(path).stat().st_mode & 0o777 == 0o600
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,7 +1,7 @@
 """Where a trainer's receiver is, as a target worker needs to know it."""
 
+import uuid
 from dataclasses import dataclass
-
 from pathlib import Path
 
 from torchspec_lite.keys import SenderKeys, save_keys
@@ -19,8 +19,8 @@ def written_down(receivers: list[ReceiverAddress], folder: Path | str) -> list[t
     """(endpoint, key file) of each, for an engine: keys go as files of mode 0600, so that no call that may be logged holds
     one. None: not encrypted."""
     found = []
-    for number, receiver in enumerate(receivers):
-        path = None if receiver.keys is None else Path(folder) / f"{number}.json"
+    for receiver in receivers:
+        path = None if receiver.keys is None else Path(folder) / f"{uuid.uuid4().hex}.json"
         if path is not None:
             save_keys(path, receiver.keys)
         found.append((receiver.endpoint, path and str(path)))
