@@ -4,6 +4,9 @@
 the receiving one touches every page. Rounds of all ways are interleaved and the median is given, so that a busy
 machine slows all of them alike. `stream_frames` and `stream_shared` are the product with its checks on (checksum,
 NaN, credits, acknowledgements); the others check nothing.
+
+Mooncake's store over TCP is beside them where its package is installed: `pip install mooncake-transfer-engine-non-cuda`
+and the system's `libibverbs1`. (The package without `-non-cuda` asks for libcuda and does not load without it.)
 """
 
 import argparse
@@ -24,6 +27,7 @@ import torch
 import zmq
 from safetensors.torch import load_file, save_file
 
+from benchmarks import mooncake_store
 from benchmarks.machine import machine
 from torchspec_lite.sample import Expectation, Sample
 from torchspec_lite.stream import Receiver, Sender
@@ -32,7 +36,7 @@ SIZES = {"2.4MB": (512, 576), "67MB": (2048, 4096)}  # tokens, hidden size; 3 la
 LAYERS = (2, 15, 27)
 BUDGET = 256 * 2**20
 LIMIT_S = 120.0
-ENDS: list[Receiver | Sender] = []  # of this process, to close at its end
+ENDS: list = []  # of this process, to close at its end
 
 
 def make_sample(tokens: int, hidden: int) -> Sample:
@@ -175,6 +179,18 @@ def produce_stream_shared(sample: Sample, address):
     return _produce_stream(sample, address, True)
 
 
+def consume_mooncake(sample: Sample):
+    consumer = mooncake_store.Consumer(sample.aux.nbytes + sample.last.nbytes, BUDGET)
+    ENDS.append(consumer)
+    return consumer.address, lambda: touch(consumer.receive())
+
+
+def produce_mooncake(sample: Sample, address):
+    producer = mooncake_store.Producer([raw(sample.aux), raw(sample.last)], BUDGET, address)
+    ENDS.append(producer)
+    return producer.send
+
+
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "raw_tcp": (consume_raw_tcp, produce_raw_tcp),
     "bare_zmq": (consume_bare_zmq, produce_bare_zmq),
@@ -183,6 +199,8 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "safetensors_file": (consume_safetensors_file, produce_safetensors_file),
     "pickle": (consume_pickle, produce_pickle),
 }
+if find_spec("mooncake"):
+    WAYS["mooncake"] = consume_mooncake, produce_mooncake
 
 
 def _consumer(way: str, shape, pipe) -> None:
@@ -325,7 +343,7 @@ def main() -> None:
     result = {
         "machine": machine(),
         "ways": ways,
-        "mooncake": "installed, not measured" if find_spec("mooncake") else "package not installed",
+        "mooncake": "measured" if "mooncake" in WAYS else "package not installed",
         "ratios": {"arrow_vs_bare_zmq": ratio("stream_frames", "bare_zmq"),
                    "shm_vs_bare_zmq": ratio("stream_shared", "bare_zmq"),
                    "vs_safetensors_file": ratio("stream_shared", "safetensors_file")},

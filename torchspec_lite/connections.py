@@ -86,6 +86,12 @@ def shut_down(number: int) -> None:
     _ask(number, lambda connection: connection.shutdown(sockets.SHUT_RDWR))
 
 
+def throw_away(number: int) -> None:
+    """Have the kernel forget what waits in this connection once it is closed, and reset it: a peer that does not stop
+    sending would keep it for a minute."""
+    _ask(number, lambda connection: connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0)))
+
+
 def _ask(number: int, question: Callable):
     """The answer of a connection that ZeroMQ owns and may close at any time; None when it is gone already."""
     try:

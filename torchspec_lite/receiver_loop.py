@@ -10,7 +10,7 @@ import zmq
 
 from torchspec_lite import control
 from torchspec_lite.admission import Recent, announced_sample, length_problem, version_problem
-from torchspec_lite.connections import WATCH_S, Connections, descriptor, remote_of, shut_down
+from torchspec_lite.connections import WATCH_S, Connections, descriptor, remote_of, shut_down, throw_away
 from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ReceiverKeys, zap_reply
@@ -126,6 +126,7 @@ class ReceiverLoop:
         with self._lock:
             credit = {peer.number: self._credits.account(peer.session).granted_bytes for peer in self._peers.values()}
         for number in self._connections.endless(credit):
+            throw_away(number)
             peer = next((peer for peer in self._peers.values() if peer.number == number), None)
             self._ban(peer, peer.address if peer else b"", "flood: a message without an end", number)
 

@@ -14,13 +14,15 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close by RST
 
 
 class UnkindProxy:
-    """Passes connections on to `endpoint`. The first `unkind` ones get a fate each; those after them pass unharmed."""
+    """Passes connections on to `endpoint`. The first ones get a fate each, each fate `each` times in random order; those
+    after them pass unharmed."""
 
-    def __init__(self, endpoint: str, seed: int, unkind: int, most_bytes: int):
+    def __init__(self, endpoint: str, seed: int, each: int, most_bytes: int):
         host, port = endpoint.removeprefix("tcp://").split(":")
         self._target = host, int(port)
         self._chance = random.Random(seed)
-        self._unkind, self._most_bytes = unkind, most_bytes
+        self._coming, self._most_bytes = list(FATES) * each, most_bytes
+        self._chance.shuffle(self._coming)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.fates: Counter[str] = Counter()
@@ -43,7 +45,7 @@ class UnkindProxy:
             except OSError:
                 return
             number += 1
-            fate = self._chance.choice(FATES) if number <= self._unkind else "kept"
+            fate = self._coming.pop() if self._coming else "kept"
             limit = self._chance.randint(1, self._most_bytes)
             self.fates[fate] += 1
             threading.Thread(target=self._serve, args=(client, number, fate, limit), daemon=True).start()
