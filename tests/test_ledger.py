@@ -247,6 +247,8 @@ def test_versions_and_events(ledger):
     ledger.add_version(2, 100, 800, 1, None)
     with pytest.raises(IllegalTransition, match="exists"):
         ledger.add_version(2, 100, 800, 1, 1.4)
+    ledger.add_version(1, 50, 400, None, 1.31)  # the answer to the first report was lost
+    assert ledger.ignored()["duplicates"] == 1
     ledger.set_version_state(2, "rolled_back", "acceptance 1.0")
     with pytest.raises(IllegalTransition, match="lost"):
         ledger.set_version_state(1, "lost")

@@ -306,9 +306,13 @@ class Ledger(LedgerFile):
     # Versions and events
 
     def add_version(self, version: int, step: int, samples: int, parent: int | None, predicted: float | None) -> None:
-        """A drafter was exported. Raises IllegalTransition when the number is taken."""
+        """A drafter was exported. Repeating the report does nothing; IllegalTransition when the number is another's."""
         with self._transaction() as db:
-            if db.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone():
+            known = db.execute("SELECT step, samples, parent, predicted FROM versions WHERE version = ?", (version,)).fetchone()
+            if known == (step, samples, parent, predicted):
+                self._count(db, "duplicates")
+                return
+            if known is not None:
                 raise IllegalTransition(f"drafter version {version} exists already")
             db.execute("INSERT INTO versions VALUES (?,?,?,?,?,'exported',NULL,?)",
                        (version, step, samples, parent, predicted, time.time()))

@@ -126,8 +126,7 @@ def test_everything_is_killed_at_once_and_resumed(folder, undisturbed, table):
     assert_nothing_left(first)
     begin = time.monotonic()
     with SmallRun(config) as second:
-        before = second.settled()
-        second.until(lambda: second.settled() > before, "samples to be trained after the resumption")
+        second.until_trained("everything")
         table.add("everything: kill -9, resumed", time.monotonic() - begin)
         account = second.finish()
     lost, twice = count(config, account)
@@ -147,8 +146,7 @@ def test_a_full_disk_stops_the_run_with_a_reason_and_it_resumes(folder, undistur
         make_room()
         begin = time.monotonic()
         with SmallRun(config) as run:
-            before = run.settled()
-            run.until(lambda: run.settled() > before, "samples to be trained after there was room")
+            run.until_trained("the run")
             table.add(f"full disk under {place}", time.monotonic() - begin)
             account = run.finish()
         lost, twice = count(config, account)
