@@ -1,5 +1,5 @@
 """The rollout: what decides, and what each failure leaves behind. The pool and the coordinator are played by fakes that
-keep what they were told; tests with real engines are in test_run.py."""
+keep what they were told; tests with real engines are in test_rollout_live.py."""
 
 import asyncio
 import math
