@@ -182,7 +182,7 @@ REAL = {
 
 
 def test_every_real_config_is_here():
-    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == REAL.keys() | {"demo"}
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == REAL.keys() | {"demo", "closed-loop"}
 
 
 @pytest.fixture(params=REAL)
