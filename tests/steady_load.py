@@ -86,7 +86,7 @@ class SteadyLoad:
                             finished |= piece["finish_reason"] is not None
                 else:
                     got, finished = json.loads(await response.aread())["choices"][0]["token_ids"], True
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, KeyError, ValueError) as error:
             (self.broken if got else self.failures).append(f"{type(error).__name__}: {error}")
             return
         if not finished and got:
