@@ -97,28 +97,35 @@ def stream(intake, sender, count, tokens=20, resting=False):
     """Send numbered samples and take them in."""
     for number in range(count):
         sender.send(make_sample(number, tokens))
-    while intake.windowed + len(intake.coordinator.of("arrived")) < count:
+    while intake.arrivals < count:
         assert intake.fill(LIMIT_S, resting)
 
 
-def test_the_first_requests_fill_a_window_that_is_never_trained(closing):
-    told, now = Told(), [0.0]
-    intake, sender = intake_of(closing, told, lambda: now[0], window_share=0.01)
+def test_the_newest_requests_are_predicted_on_before_they_are_trained(closing):
+    told = Told()
+    intake, sender = intake_of(closing, told, lambda: 0.0, window=4)
     stream(intake, sender, 10)
-    windowed = {sample.id for _, sample, _ in intake.window}
-    trained = set(intake.buffer.entries)
-    assert len(windowed) == 2 and len(trained) == 8 and not windowed & trained
-    assert {id for (deliveries, rank) in told.of("arrived") for id, _ in deliveries} == trained
+    assert [entry.sample.ordinal for entry in intake.window] == [6, 7, 8, 9]
+    assert [entry.sample.ordinal for entry in intake.buffer.entries.values()] == [0, 1, 2, 3, 4, 5]
+    assert [id for (deliveries, rank) in told.of("arrived") for id, _ in deliveries] == [f"s{number}" for number in range(10)]
+
+
+def test_other_ranks_train_at_once(closing):
+    intake, sender = intake_of(closing, Told(), lambda: 0.0)
+    intake.rank = 1
+    stream(intake, sender, 3)
+    assert not intake.window and len(intake.buffer) == 3
 
 
 def test_old_requests_leave_the_memory_and_are_counted(closing):
     told, now = Told(), [0.0]
-    intake, sender = intake_of(closing, told, lambda: now[0], max_age_s=100.0)
+    intake, sender = intake_of(closing, told, lambda: now[0], max_age_s=100.0, window=4)
     stream(intake, sender, 6)
-    waiting, now[0] = set(intake.buffer.entries), 101.0
+    assert len(intake.window) == 4 and len(intake.buffer) == 2
+    now[0] = 101.0
     intake.fill(0.0)
     assert not intake.buffer.entries and not intake.window and intake.buffer.nbytes == 0 and not intake.came
-    assert {(id, reason) for id, _, reason in told.of("rejected")} == {(id, "too_old") for id in waiting}
+    assert [(id, reason) for id, _, reason in told.of("rejected")] == [(f"s{number}", "too_old") for number in range(6)]
 
 
 def test_states_of_another_target_are_an_alarm(closing):
@@ -127,32 +134,33 @@ def test_states_of_another_target_are_an_alarm(closing):
     for number in range(3):
         sender.send(replace(make_sample(number, 20), fingerprint="tiny@1"))
     sender.send(make_sample(9, 20))
-    while not intake.windowed:
+    while not intake.arrivals:
         intake.fill(LIMIT_S)
     sender.flush(LIMIT_S)
     intake.fill(0.0)
-    assert told.of("traffic_refused") == [("mismatch",)] * 3 and not told.of("arrived")
+    assert told.of("traffic_refused") == [("mismatch",)] * 3 and len(told.of("arrived")) == 1
     (alarm,) = told.of("raise_alarm")
     assert "tiny@1" in alarm[0] and "tiny@0" in alarm[0]
 
 
 def test_what_had_all_its_passes_leaves_the_memory(closing):
     told = Told()
-    intake, sender = intake_of(closing, told, lambda: 0.0)
-    stream(intake, sender, 6)
+    intake, sender = intake_of(closing, told, lambda: 0.0, window=4)
+    stream(intake, sender, 10)
     entries = list(intake.buffer.entries.values())
     assert intake.count_pass(entries) == []
-    assert intake.count_pass(entries) == entries and not intake.came and intake.buffer.nbytes == 0
+    assert len(entries) == 6 and intake.count_pass(entries) == entries
+    assert len(intake.came) == 4 and intake.buffer.nbytes == 0
 
 
 def test_a_resting_trainer_keeps_the_newest(closing):
     told = Told()
-    intake, sender = intake_of(closing, told, lambda: 0.0, window_share=0.01)
+    intake, sender = intake_of(closing, told, lambda: 0.0, window=4)
     size = make_sample(0, 400).nbytes
     fits = -(-(1 << 20) // size)
     stream(intake, sender, fits + 12, tokens=400, resting=True)
-    kept = {int(entry.sample.ordinal) for entry in intake.buffer.entries.values()}
-    assert len(kept) <= fits and fits + 11 in kept and min(kept) > 2
+    kept = [entry.sample.ordinal for entry in intake.buffer.entries.values()]
+    assert kept == list(range(8, fits + 8)) and [entry.sample.ordinal for entry in intake.window][0] == fits + 8
     assert {reason for _, _, reason in told.of("rejected")} == {"newer_came"}
 
 
@@ -161,7 +169,7 @@ def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
     config = build({"target": {"model": "x"}, "data": {"train": ["demo"]},
                     "traffic": {"fraction": 1, "window": 8, "rest_after": 2}}, "test")
     intake = TrafficIntake(config, 0, EXPECT, told, lambda sample: "taught")
-    intake.window.extend((0.0, f"sample{place}", "taught") for place in range(8))
+    intake.window.extend(SimpleNamespace(sample=f"sample{place}", statistics="taught") for place in range(8))
     lengths = {"candidate": 1.30, "serving": 1.50}
     served = ServedTraffic(intake, ReuseBuffer(1, 1, 0), tmp_path, None, None, told,
                            lambda drafter, pairs: SimpleNamespace(walked=lengths[drafter]))
@@ -177,7 +185,7 @@ def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
     assert [kind for kind, _ in told.of("event")] == ["rest"]
     lengths["serving"] = 1.40
     assert not served.wakes()  # nothing new in the window
-    intake.windowed += 2
+    intake.arrivals += 4
     assert served.wakes() and [kind for kind, _ in told.of("event")] == ["rest", "wake"]
     assert [report.resting for (report,) in told.of("pace")] == [False, False, False, True, False]
 

@@ -266,10 +266,9 @@ class TrafficConfig(Section):
     """Memory of a replica's captured states that wait for the trainers, MiB; beyond it no further request is captured."""
     max_age_s: float = Field(default=3600, gt=0)
     """Captured requests older than this leave the trainers' memory, trained or not."""
-    window: int = Field(default=48, ge=1)
-    """Newest captured requests that are not trained on but predicted: what a version is worth on present traffic."""
-    window_share: float = Field(default=0.1, gt=0, le=0.5)
-    """Share of captured requests that go to the window."""
+    window: int = Field(default=16, ge=4)
+    """Newest captured requests: predicted on, to tell what a drafter is worth on present traffic, and trained on only when
+    as many newer ones have come."""
     opt_out_key: str | None = None
     """A second API key that is accepted too, whose requests are never captured; `env:NAME` reads a variable."""
     export_margin: float = Field(default=0.02, ge=0)

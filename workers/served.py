@@ -59,7 +59,7 @@ class ServedTraffic:
         candidate, present = self._on_window(drafter), self._on_window(serving)
         if candidate is None or present is None:
             return None
-        self.looked_at = self.intake.windowed
+        self.looked_at = self.intake.arrivals
         decision = self.pace.look(candidate.walked, present.walked)
         self._report(present.walked, candidate.walked)
         if decision == "rest":
@@ -69,10 +69,10 @@ class ServedTraffic:
         return Look(decision, candidate, present.walked)
 
     def wakes(self) -> bool:
-        """Look at the serving version again once a quarter of the window is new; whether training shall go on."""
-        if self.intake.windowed - self.looked_at < max(1, self.intake.options.window // 4):
+        """Look at the serving version again once half of the window is new; whether training shall go on."""
+        if self.intake.arrivals - self.looked_at < self.intake.options.window // 2:
             return False
-        self.looked_at = self.intake.windowed
+        self.looked_at = self.intake.arrivals
         serving = self._serving()
         present = serving and self._on_window(serving)
         if present is None or not self.pace.wakes(present.walked):
@@ -88,7 +88,7 @@ class ServedTraffic:
         self.coordinator.tell("pace", PaceReport(len(self.intake.window), serving, candidate, self.pace.resting))
 
     def _on_window(self, drafter: Drafter) -> Prediction | None:
-        return self.predict(drafter, [(sample, statistics) for _, sample, statistics in self.intake.window])
+        return self.predict(drafter, [(entry.sample, entry.statistics) for entry in self.intake.window])
 
     def _serving(self) -> Drafter | None:
         version = self.coordinator.call("serving_version")

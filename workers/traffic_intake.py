@@ -1,6 +1,5 @@
 """A trainer rank's intake of served requests: a receiver and a buffer of their own, and the window to predict on."""
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +17,8 @@ Teach = Callable[[Sample], TeacherStatistics]
 class TrafficIntake:
     """Memory only: nothing of a served request is written anywhere. `teach` works out a sample's teacher statistics.
 
-    A share of what comes goes to the window, which is predicted on and never trained; the rest waits in the buffer for
-    its passes. What is older than `traffic.max_age_s` leaves both.
+    On rank 0 the newest requests are the window, which is predicted on; what leaves it waits in the buffer for its passes,
+    so everything is predicted on before it is trained. What is older than `traffic.max_age_s` leaves both.
     """
 
     def __init__(self, config: Config, rank: int, expect: Expectation, coordinator, teach: Teach,
@@ -28,9 +27,8 @@ class TrafficIntake:
         self.expect, self.coordinator, self.teach, self.clock = expect, coordinator, teach, clock
         trainer = config.trainer
         self.buffer = ReuseBuffer(trainer.reuse, trainer.reuse_buffer_mib << 20, trainer.seed + rank)
-        self.window: deque[tuple[float, Sample, TeacherStatistics]] = deque(maxlen=self.options.window)
-        self.windowed = 0
-        self.random = random.Random(trainer.seed + rank)
+        self.window: deque[Entry] = deque()
+        self.arrivals = 0
         self.came: dict[str, float] = {}
         self.refused: set[str] = set()
         self.receiver: Receiver | None = None
@@ -60,20 +58,25 @@ class TrafficIntake:
         except StreamTimeout:
             return False
         try:
-            # The first ones all go to the window, so that there is something to predict on soon.
-            if self.rank == 0 and (self.windowed < self.options.window // 4 or self.random.random() < self.options.window_share):
-                self.windowed += 1
+            passes = self.coordinator.call("arrived", [(sample.id, sample.tokens)], self.rank)
+            if sample.id in passes:
                 kept = sample.clone()
-                self.window.append((self.clock(), kept, self.teach(kept)))
-            elif sample.id in (passes := self.coordinator.call("arrived", [(sample.id, sample.tokens)], self.rank)):
-                while resting and not self.buffer.has_room():
-                    self._drop(next(iter(self.came)), "newer_came")
-                kept = sample.clone()
-                self.buffer.add(Entry(kept, self.teach(kept), passes[sample.id]))
-                self.came[sample.id] = self.clock()
+                self._keep(Entry(kept, self.teach(kept), passes[sample.id]), resting)
         finally:
             self.receiver.release(sample)
         return True
+
+    def _keep(self, entry: Entry, resting: bool) -> None:
+        self.arrivals += 1
+        self.came[entry.sample.id] = self.clock()
+        if self.rank == 0:
+            self.window.append(entry)
+            if len(self.window) <= self.options.window:
+                return
+            entry = self.window.popleft()
+        while resting and not self.buffer.has_room():
+            self._drop(next(iter(self.buffer.entries)), "newer_came")
+        self.buffer.add(entry)
 
     def count_pass(self, entries: list[Entry]) -> list[Entry]:
         """As `ReuseBuffer.count_pass`: those done leave the memory."""
@@ -97,12 +100,13 @@ class TrafficIntake:
         oldest = self.clock() - self.options.max_age_s
         while self.came and next(iter(self.came.values())) < oldest:
             self._drop(next(iter(self.came)), "too_old")
-        while self.window and self.window[0][0] < oldest:
-            self.window.popleft()
 
     def _drop(self, id: str, reason: str) -> None:
-        entry = self.buffer.remove(id)
         del self.came[id]
+        if id in self.buffer.entries:
+            entry = self.buffer.remove(id)
+        else:  # only the oldest of the window is ever let go
+            entry = self.window.popleft()
         self.coordinator.tell("rejected", id, entry.sample.attempt, reason)
 
     def close(self) -> None:
