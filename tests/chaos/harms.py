@@ -43,13 +43,13 @@ def _fails_to_flush(place: Path, config: Config) -> None:
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[tuple[Callable, Callable]]:
-    """A disk of 2 MiB at a folder. Gives (harm for the processes, give it more room).
+    """A disk of 1 MiB at a folder. Gives (harm for the processes, give it more room).
 
     Who may not mount one gets the failing system call instead.
     """
     place.mkdir()
     where = os.fsencode(place)
-    if LIBC.mount(b"tmpfs", where, b"tmpfs", 0, b"size=2m"):
+    if LIBC.mount(b"tmpfs", where, b"tmpfs", 0, b"size=1m"):
         yield partial(_fails_to_flush, place), lambda: None
         return
     try:

@@ -93,8 +93,11 @@ class Watched:
             ledger.close()
 
     def pids(self, kind: str) -> list[int]:
-        return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)
-                if KINDS[kind] in command(process)]
+        try:
+            processes = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:  # the run is over
+            return []
+        return [process.pid for process in processes if KINDS[kind] in command(process)]
 
     def until_trained(self, who: str) -> float:
         """Seconds until samples are trained; after a trainer's death some are taken back first."""
@@ -128,6 +131,7 @@ def test_kill_and_stop_every_kind_of_process(place, table):
     try:
         run.wait(lambda: run.settled() > 20 and run.pids("serving replica"), "the run to be under way")
         for kind, how in faults:
+            assert run.process.poll() is None, f"only {happened} hit the run\n{run.told()}"
             if kind == "driver":
                 if how == "kill -9":
                     run, took = kill_driver(run, place)
@@ -137,7 +141,6 @@ def test_kill_and_stop_every_kind_of_process(place, table):
                 run.wait(lambda: run.pids(kind), f"a {kind} to be there")
                 victim = chance.choice(run.pids(kind))
                 took = stop(run, victim, chance) if how == "stopped a while" else kill(run, kind, victim)
-            assert run.process.poll() is None, f"only {happened} hit the run\n{run.told()}"
             who = "one trainer of 2" if kind == "trainer" else kind
             happened.append(f"{who}: {how}")
             table.add(happened[-1], took)
