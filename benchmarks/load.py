@@ -7,7 +7,7 @@ import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import httpx
 import psutil
@@ -75,11 +75,18 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def process_memory() -> dict[str, int]:
-    """Bytes of memory (proportional set sizes) of all processes under this one, by what they call themselves."""
+    """Bytes of anonymous memory of all processes under this one, by what they call themselves.
+
+    Not proportional set sizes: those grow when a stranger that maps the same libraries ends.
+    """
     sizes = defaultdict(int)
     for process in psutil.Process().children(recursive=True):
         try:
-            sizes[PurePath((process.cmdline() or [process.name()])[0]).name] += process.memory_full_info().pss
-        except psutil.NoSuchProcess:
+            name = PurePath((process.cmdline() or [process.name()])[0]).name
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except (psutil.NoSuchProcess, OSError):
             continue
+        # Ray adds the method that runs to its processes' names.
+        sizes[name.partition(".")[0]] += sum(int(line.split()[1]) << 10 for line in status.splitlines()
+                                             if line.startswith("RssAnon:"))
     return dict(sizes)
