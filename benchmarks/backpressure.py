@@ -69,7 +69,8 @@ def flood(endpoint: str, seconds: float, pipe) -> None:
     context, until, connections, sent = zmq.Context(), time.monotonic() + seconds, 0, 0
     while time.monotonic() < until:
         socket = context.socket(zmq.DEALER)
-        socket.linger, socket.sndhwm = 0, 4
+        # Closing a socket while ZeroMQ makes a new connection for it, half of a message sent, aborts the process.
+        socket.linger, socket.sndhwm, socket.reconnect_ivl = 0, 4, -1
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(endpoint)
         connections += 1
@@ -125,7 +126,10 @@ def run(seconds: float) -> dict:
         receiver.events()
         for name, (_, pipe) in children.items():
             if name not in reports and pipe.poll():
-                reports[name] = pipe.recv()
+                try:
+                    reports[name] = pipe.recv()
+                except EOFError:
+                    reports[name] = "died"
     while receiver.stats().waiting_samples:
         train()
     peak = _status("VmHWM") - rest

@@ -23,7 +23,7 @@ class Consumer:
         import mooncake
         meta, rpc, metrics = (_free_port() for _ in range(3))
         self.master = subprocess.Popen(
-            [Path(mooncake.__path__[0]) / "mooncake_master", "-enable_http_metadata_server=true", "-default_kv_lease_ttl=0",
+            [Path(mooncake.__path__[0]) / "mooncake_master", "-enable_http_metadata_server=true",
              f"-http_metadata_server_port={meta}", f"-rpc_port={rpc}", f"-metrics_port={metrics}"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for port in (meta, rpc):
@@ -40,7 +40,7 @@ class Consumer:
         got = self.store.get_into(key, self.data.ctypes.data, self.data.nbytes)
         if got != self.data.nbytes:
             raise RuntimeError(f"Mooncake gave {got} for {key}")
-        self.store.remove(key)
+        self.store.remove(key, True)  # though it was read just now
         self.pair.send(b"")
         return self.data
 

@@ -1,5 +1,6 @@
 """The suite's one table: what was done to a run, how often, how long it took to recover, and what it cost."""
 
+import os
 import statistics
 from collections import defaultdict
 
@@ -42,6 +43,6 @@ def table() -> Table:
 
 def pytest_terminal_summary(terminalreporter):
     if TABLE.recovered:
-        terminalreporter.section("chaos")
+        terminalreporter.section(f"chaos, seed {os.environ.get('CHAOS_SEED', '1')}")
         for line in TABLE.lines():
             terminalreporter.write_line(line)
