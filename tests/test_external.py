@@ -51,7 +51,7 @@ def url(target, drafters, tmp_path_factory):
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target.path), "--host", "127.0.0.1", "--port", str(port),
              "--speculative-config", json.dumps(speculation), "--worker-extension-cls", "workers.hot_swap.ServingExtension",
              "--additional-config", json.dumps({"torchspec_lite_capture": True}), "--served-model-name", "target",
-             "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)],
+             "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)],
             env=os.environ | engine_env(1, 0) | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=output, stderr=output)
         url = f"http://127.0.0.1:{port}"
         try:

@@ -111,6 +111,7 @@ def test_a_run_that_ends_early_writes_what_there_is(tmp_path, steps, written):
 
 def test_the_closing_object_has_the_phases_and_the_page_of_a_profiled_run_too(tmp_path):
     account = {"samples": {"durable": 3, "rejected": 0, "queued": 0, "leased": 0, "streamed": 0, "trained": 0, "all": 3},
+               "traffic": {"durable": 2, "rejected": 1, "all": 3},
                "reasons": {}}
     trained = {"version": 1, "step": 9, "tokens": 100, "trace": "runs/x/profile/trace.json.gz",
                "phases": dict.fromkeys(PHASES, 0.0) | {"wait": 30.0, "forward": 7.52, "backward": 2.48}}
