@@ -168,12 +168,13 @@ class ExternalPool:
         return await self.engines[replica].logged(self.model, prompts, max_tokens)
 
     async def shadow(self, replica: str, prompts: list[list[int]], max_tokens: int) -> list[dict]:
-        """As `Pool.shadow`, from the draft log: what lies between two rounds of a request was accepted by the first."""
-        found = []
+        """As `Pool.shadow`, from the draft log: what lies between two rounds of a request was accepted by the first. An
+        answer's last round is left out unless all was accepted: the end of the answer may have cut it short."""
+        found, steps = [], self.config.serve.num_speculative_tokens
         for answer in await self.probe(replica, prompts, max_tokens):
-            places = [known for known, _ in answer["rounds"] if known < len(answer["token_ids"])]
-            ends = [*places[1:], len(answer["token_ids"])]
-            steps = self.config.serve.num_speculative_tokens
+            length = len(answer["token_ids"])
+            places = [known for known, _ in answer["rounds"] if known < length]
+            ends = [*places[1:], *([length] if places and length - places[-1] - 1 >= steps else [])]
             counts = Counts.of_rounds([min(steps, end - place - 1) for place, end in zip(places, ends)], steps)
             found.append({"drafts": counts.rounds, "accepted": counts.accepted, "per_position": list(counts.accepted_per_position)})
         return found
