@@ -1,6 +1,7 @@
 """A plain `vllm serve`, not started by us: it takes an export as it is, new versions, and gives its requests' states."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import httpx
+import psutil
 import pytest
 import torch
 
@@ -58,8 +60,12 @@ def url(target, drafters, tmp_path_factory):
             asyncio.run(asyncio.wait_for(up(url, process, log), START_S))
             yield url
         finally:
+            children = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             process.wait(60)
+            for child in children:  # vLLM's server leaves its engine behind when it is told to end
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 async def up(url, process, log):
