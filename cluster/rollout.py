@@ -18,6 +18,8 @@ from torchspec_lite.parity import compare_drafts
 from workers.refusal import SwapRefused
 from workers.reports import Export
 
+LOOK_FOR_TRAFFIC_S = 15.0
+"""How long users' requests are waited for before the rest of the pool counts as idle."""
 RECENT_PROMPTS = 32
 """Users' recent prompts that a version is compared on, where traffic is captured."""
 REPLICA_WAIT_S = 300.0
@@ -206,7 +208,7 @@ class Rollout:
     async def _compare(self, export: Export, canaries: list[str]) -> tuple[Decision, str]:
         """Collect rounds until they decide, or there are no more prompts and no more time."""
         before = {stats["replica"]: stats for stats in await self.pool.stats()}
-        deadline = time.monotonic() + self.options.wait_s
+        deadline, quiet = time.monotonic() + self.options.wait_s, time.monotonic() + LOOK_FOR_TRAFFIC_S
         new: list[Counts] = self.shadow.setdefault(export.version, [])
         asked = len(new)
         while True:
@@ -215,7 +217,9 @@ class Rollout:
                 await self._ask(canaries[0], export, self.options.shadow_prompts)
             evidence = Evidence(live_new, live_old, new, self.shadow[self.serving.version][:len(new)])
             all_asked = len(new) == len(self.shadow_prompts)
-            exhausted = all_asked and (live_old.rounds == 0 or time.monotonic() >= deadline)
+            # Users' requests may only just not have come to the other replicas yet.
+            alone = before.keys() <= set(canaries) or live_old.rounds == 0 and time.monotonic() >= quiet
+            exhausted = all_asked and (alone or time.monotonic() >= deadline)
             decision, reason = decide(evidence, self.options, exhausted)
             if decision != "wait":
                 return decision, reason

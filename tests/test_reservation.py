@@ -1,5 +1,7 @@
 """Places of a run's actors on real Ray nodes (GPUs are only counted, not touched)."""
 
+import time
+
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -41,6 +43,10 @@ def places():
     yield hold
     for group in groups:
         remove_placement_group(group)
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("GPU") != 16:  # Ray gives them back in its own time, and only tells when asked
+        assert time.monotonic() < deadline, f"places were not given back: {ray.available_resources()}"
+        time.sleep(0.05)
 
 
 def test_trainers_of_one_gpu_leave_a_whole_node_to_an_engine(nodes, places):
