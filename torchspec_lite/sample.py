@@ -6,6 +6,8 @@ import torch
 
 PURPOSES = ("train", "held_out", "traffic")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# A drafter reads one token of an answer and predicts the next: a shorter answer supervises nothing.
+MIN_ANSWER_TOKENS = 2
 MAX_TEXT = 256  # characters of an id or a fingerprint
 MAX_LAYERS = 64
 MAX_COUNT = 2**31 - 1  # attempts, token ids

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-MIN_ANSWER_TOKENS = 2
+from torchspec_lite.sample import MIN_ANSWER_TOKENS
+
 REMEMBERED = 1 << 16
 MEAN_OVER = 100.0
 

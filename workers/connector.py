@@ -36,9 +36,9 @@ from vllm.v1.request import Request, RequestStatus
 from torchspec_lite.chat import mask_from_runs
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import load_keys
-from torchspec_lite.sample import Sample
+from torchspec_lite.sample import MIN_ANSWER_TOKENS, Sample
 from torchspec_lite.stream import SampleError, Sender, StreamError, StreamTimeout
-from workers.ticket import MIN_ANSWER_TOKENS, Outcome, Ticket, read_ticket
+from workers.ticket import Outcome, Ticket, read_ticket
 
 # An idle engine waits this long for a held request's sending before it looks for new requests again, seconds.
 IDLE_WAIT_S = 0.02

@@ -18,12 +18,13 @@ from torchspec_lite.config import Config
 from torchspec_lite.conversations import Dataset
 from torchspec_lite.keys import save_keys
 from torchspec_lite.lease import Lease
+from torchspec_lite.sample import MIN_ANSWER_TOKENS
 from torchspec_lite.target import TargetInfo
 from workers.connector import capture_outcomes
 from workers.engine import capture_args, engine_args
 from workers.probe import ProbeReport, probe_states
 from workers.target_address import ReceiverAddress
-from workers.ticket import MIN_ANSWER_TOKENS, Outcome, Ticket, sample_seed, sampling
+from workers.ticket import Outcome, Ticket, sample_seed, sampling
 
 # Beyond the wait for a receiver's credit, a request may take this long before its engine counts as hung, seconds.
 REQUEST_LIMIT_S = 900.0

@@ -7,9 +7,6 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-# A drafter reads one token of an answer and predicts the next: a shorter answer supervises nothing.
-MIN_ANSWER_TOKENS = 2
-
 
 @dataclass(frozen=True)
 class Ticket:

@@ -190,12 +190,12 @@ class Trainer:
             mine = self._progress() if self.rank == 0 else 0.0
             resting = self.rank == 0 and self.served is not None and self.served.pace.resting
             drawn, progress, open_ended, rest = self.group.sum(torch.tensor(
-                [len(entries), mine, self._open_ended(), resting], dtype=torch.float64)).tolist()
+                [len(entries), mine, not entries and self._open_ended(), resting], dtype=torch.float64)).tolist()
             self.resting = rest > 0
             if not drawn:
                 return open_ended > 0
         result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress, self.phases.phase)
-        done = self.served.count_pass(entries, self.buffer) if self.served else self.buffer.count_pass(entries)
+        done = self.served.count_pass(entries) if self.served else self.buffer.count_pass(entries)
         self.samples_done += int(self.group.sum(torch.tensor([len(done)]))[0])
         self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in entries], self.learner.step)
         self.coordinator.tell("trainer_report", self._report(result))
