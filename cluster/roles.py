@@ -81,6 +81,9 @@ class TrainerProcess:
         finally:
             group.close()
 
+    def present(self) -> None:
+        """For cluster.attendance."""
+
     def stop(self) -> None:
         self.trainer.stop()
 
@@ -120,6 +123,9 @@ class TargetProcess:
             await self.worker.run(LeaseLine(self.coordinator))
         finally:
             reporting.cancel()
+
+    async def present(self) -> None:
+        """For cluster.attendance."""
 
     async def set_receiver(self, rank: int, receiver) -> None:
         await self.worker.set_receiver(rank, receiver)

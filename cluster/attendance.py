@@ -1,0 +1,32 @@
+"""Attendance: who works through one long call is asked now and then whether it is there, and is ended if it never answers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import ray
+from ray.exceptions import RayActorError
+
+ASK_EVERY_S = 10.0
+ANSWER_LIMIT_S = 300.0
+"""A process silent for so long is stopped for good, or hangs."""
+
+
+async def attend(who: str, actor: ray.actor.ActorHandle, tell: Callable[[str], Awaitable[None]],
+                 limit_s: float = ANSWER_LIMIT_S) -> None:
+    """Ask `actor.present()` until cancelled, or until the actor is gone. One that does not answer within `limit_s` is
+    killed, after `tell` was told; Ray ends a stopped process too, and the actor's calls then fail with RayActorError."""
+    while True:
+        try:
+            async with asyncio.timeout(limit_s):
+                await _answer(actor)
+        except TimeoutError:
+            await tell(f"{who} has not answered for {limit_s:g} s: its process is stopped or hangs, and is ended")
+            ray.kill(actor)
+            return
+        except RayActorError:
+            return  # whoever waits for its call is told
+        await asyncio.sleep(ASK_EVERY_S)
+
+
+async def _answer(actor: ray.actor.ActorHandle) -> None:
+    await actor.present.remote()
