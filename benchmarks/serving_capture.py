@@ -4,6 +4,10 @@ that captures none.
 Two replicas with the same drafter answer the same prompts in turns, so that a busy machine slows both alike: one started
 without capture (as a pool whose traffic.fraction is 0), one started for it, whose fraction changes from round to round.
 A receiver in this process takes the samples and lets them go at once. Ratios are medians over the rounds.
+
+In bf16 the order in which requests meet in a batch changes rounding, with capture or without: `answers_equal` of
+`answers_compared` answers are the same with all requests captured as with none, and `widest_parting` is by how many nats
+at most the target preferred its first token to its second where two answers part.
 """
 
 import argparse
@@ -66,7 +70,7 @@ async def measure(options: argparse.Namespace) -> dict:
     captured, config = await replica("captured", 1.0)
     sink = Sink(config, info)
     prompts = demo_prompts(target, options.requests * (options.rounds + 1))
-    rates = {name: [] for name in SHARES}
+    rates, answers = {name: [] for name in SHARES}, {name: [] for name in SHARES}
     try:
         await captured.capture([ReceiverAddress(sink.receiver.endpoint)])
         for round in range(-1, options.rounds):  # the first one warms up
@@ -75,10 +79,13 @@ async def measure(options: argparse.Namespace) -> dict:
             for name in names[round % 3:] + names[:round % 3]:
                 one = plain if SHARES[name] is None else captured
                 one.sampling.fraction = SHARES[name] or 0.0
-                rate = await rate_of(one, part, options.answer_tokens)
+                rate, written = await rate_of(one, part, options.answer_tokens)
                 if round >= 0:
                     rates[name].append(rate)
+                    answers[name] += written
         found = await captured.traffic()
+        pairs = list(zip(prompts[options.requests:], answers["plain"], answers["capture100"]))
+        margins = [await margin(plain, *pair) for pair in pairs if pair[1] != pair[2]]
     finally:
         plain.close()
         captured.close()
@@ -92,26 +99,39 @@ async def measure(options: argparse.Namespace) -> dict:
         "figures": {f"tokens_per_s_{name}": statistics.median(values) for name, values in rates.items()} | {
             "requests_sampled": found["sampled"], "requests_sent": found["sent"], "tokens_sent": found["sent_tokens"],
             "bytes_per_token": found["sent_bytes"] / max(1, found["sent_tokens"]),
-            "left_out": sum(found["left_out"].values())},
+            "left_out": sum(found["left_out"].values()), "answers_compared": len(pairs),
+            "answers_equal": len(pairs) - len(margins), "widest_parting": max(margins, default=0.0)},
     }
 
 
-async def rate_of(replica, prompts: list[list[int]], answer_tokens: int) -> float:
-    """Output tokens per second of greedy answers to prompts sent together."""
+async def rate_of(replica, prompts: list[list[int]], answer_tokens: int) -> tuple[float, list[list[int]]]:
+    """Output tokens per second of greedy answers to prompts sent together, and the answers."""
+    async def one(prompt: list[int]) -> list[int]:
+        return list((await answer(replica, prompt, max_tokens=answer_tokens, ignore_eos=True)).token_ids)
+
+    start = time.monotonic()
+    written = await asyncio.gather(*(asyncio.create_task(one(prompt)) for prompt in prompts))
+    return sum(map(len, written)) / (time.monotonic() - start), written
+
+
+async def answer(replica, prompt: list[int], **options):
+    """vLLM's greedy completion of a prompt, of a user who lets it be captured."""
     from vllm import SamplingParams
 
     from workers.consent import consent
+    consent.set(True)
+    params = SamplingParams(temperature=0.0, detokenize=False, **options)
+    async for output in replica.engine.generate({"prompt_token_ids": prompt}, params, f"{id(prompt)}-{time.monotonic_ns()}"):
+        pass
+    return output.outputs[0]
 
-    async def answer(prompt: list[int]) -> int:
-        consent.set(True)
-        params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
-        async for output in replica.engine.generate({"prompt_token_ids": prompt}, params, f"{id(prompt)}-{time.monotonic_ns()}"):
-            written = len(output.outputs[0].token_ids)
-        return written
 
-    start = time.monotonic()
-    tokens = sum(await asyncio.gather(*(asyncio.create_task(answer(prompt)) for prompt in prompts)))
-    return tokens / (time.monotonic() - start)
+async def margin(replica, prompt: list[int], one: list[int], other: list[int]) -> float:
+    """By how many nats the target prefers its first token to its second where two answers part."""
+    position = next(i for i, (a, b) in enumerate(zip(one, other)) if a != b)
+    (best,) = (await answer(replica, prompt + one[:position], max_tokens=1, logprobs=2)).logprobs
+    first, second = sorted((entry.logprob for entry in best.values()), reverse=True)[:2]
+    return first - second
 
 
 def demo_prompts(target: Path, count: int) -> list[list[int]]:
