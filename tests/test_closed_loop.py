@@ -37,7 +37,7 @@ def kinds(mixture: Mixture, steps: int, tokens: int) -> dict[str, int]:
         assert sum(entry.tokens for entry in entries) <= tokens or len(entries) == 1
         for entry in entries:
             total[entry.sample.id[0]] += entry.tokens
-        mixture.general.count_pass([entry for entry in entries if entry.sample.id[0] == "g"])
+        mixture.count_general_pass([entry for entry in entries if entry.sample.id[0] == "g"])
         mixture.served.count_pass([entry for entry in entries if entry.sample.id[0] == "s"])
     return total
 
@@ -52,6 +52,28 @@ def test_the_general_share_holds_over_steps_however_long_samples_are(share):
 def test_one_kind_alone_fills_the_batch():
     assert kinds(Mixture(buffer_of("g", []), buffer_of("s", [100] * 50), 0.25), 5, 512) == {"g": 0, "s": 2500}
     assert kinds(Mixture(buffer_of("g", [100] * 50), buffer_of("s", []), 0.25), 5, 512) == {"g": 2500, "s": 0}
+
+
+def test_general_samples_that_had_their_passes_are_rehearsed_in_turns_as_long_as_traffic_waits():
+    mixture = Mixture(buffer_of("g", [100] * 4), buffer_of("s", [100] * 30), 0.5)
+    assert kinds(mixture, 2, 400) == {"g": 400, "s": 400} and not mixture.general.entries
+    assert kinds(mixture, 4, 400) == {"g": 800, "s": 800}
+    assert [entry.passes for entry in mixture.rehearsal.entries.values()] == [3, 3, 3, 3]
+    assert kinds(mixture, 60, 400)["s"] == 1800
+    assert mixture.draw(400) == []
+
+
+def test_without_a_general_share_nothing_is_rehearsed():
+    mixture = Mixture(buffer_of("g", [100]), buffer_of("s", [100] * 8), 0.0)
+    assert kinds(mixture, 10, 400) == {"g": 100, "s": 800}
+
+
+def test_the_rehearsal_takes_no_more_memory_than_the_general_buffer():
+    mixture = Mixture(ReuseBuffer(1, 250, seed=0), buffer_of("s", [100] * 8), 0.5)
+    for entry in buffer_of("g", [100] * 6).entries.values():
+        mixture.general.add(entry)
+    kinds(mixture, 4, 400)
+    assert len(mixture.rehearsal) == 3  # the third passes the bound of 250 bytes
 
 
 def test_the_pace_exports_what_is_better_rests_without_gain_and_wakes():

@@ -31,8 +31,8 @@ class ReuseBuffer:
     same batches however fast samples came.
     """
 
-    def __init__(self, reuse: int, max_bytes: int, seed: int, ordered: bool = False):
-        self.reuse, self.max_bytes, self.ordered = reuse, max_bytes, ordered
+    def __init__(self, reuse: float, max_bytes: int, seed: int, ordered: bool = False):
+        self.reuse, self.max_bytes, self.seed, self.ordered = reuse, max_bytes, seed, ordered
         self.random = random.Random(seed)
         self.entries: dict[str, Entry] = {}
         self.nbytes = 0

@@ -260,8 +260,9 @@ class TrafficConfig(Section):
     """Most tokens a replica captures in a second, on average."""
     prefer_low_acceptance: float = Field(default=0.5, ge=0, le=1)
     """Requests drafted better than the average are left out with this probability: the others teach more."""
-    general_share: float = Field(default=0.25, ge=0, le=1)
-    """Least share of each step's tokens that comes from data.train, while it lasts, against forgetting."""
+    general_share: float = Field(default=0.25, ge=0, lt=1)
+    """Least share of trained tokens that comes from data.train, against forgetting; samples of it that have had their
+    passes are rehearsed."""
     budget_mib: int = Field(default=64, ge=1)
     """Memory of a replica's captured states that wait for the trainers, MiB; beyond it no further request is captured."""
     max_age_s: float = Field(default=3600, gt=0)

@@ -48,7 +48,7 @@ class ServedTraffic:
     def count_pass(self, entries: list[Entry]) -> list[Entry]:
         """Note a step's entries in the buffer each came from; those done."""
         served = [entry for entry in entries if entry.sample.id in self.intake.came]
-        return self.intake.count_pass(served) + self.mixture.general.count_pass(
+        return self.intake.count_pass(served) + self.mixture.count_general_pass(
             [entry for entry in entries if entry.sample.purpose != "traffic"])
 
     def look(self, drafter: Drafter) -> Look | None:

@@ -195,9 +195,10 @@ class Trainer:
             if not drawn:
                 return open_ended > 0
         result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress, self.phases.phase)
+        counted = [entry for entry in entries if entry.passes < self.options.reuse]  # what is rehearsed is durable already
         done = self.served.count_pass(entries) if self.served else self.buffer.count_pass(entries)
         self.samples_done += int(self.group.sum(torch.tensor([len(done)]))[0])
-        self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in entries], self.learner.step)
+        self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in counted], self.learner.step)
         self.coordinator.tell("trainer_report", self._report(result))
         if self.learner.step % self.options.export_every == 0:
             self._publish(if_worth_it=self.served is not None)
