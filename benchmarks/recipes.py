@@ -25,7 +25,7 @@ from torchspec_lite.drafter import init_drafter
 from torchspec_lite.learner import Learner
 from torchspec_lite.lease import Lease
 from torchspec_lite.reuse import Entry, ReuseBuffer
-from torchspec_lite.sample import DTYPES, Expectation, Sample
+from torchspec_lite.sample import DTYPES, Expectation, Sample, supervised
 from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.target import FrozenHead, TargetInfo, describe, load_head
 from torchspec_lite.target_folder import cache_dir, resolve_target
@@ -75,7 +75,7 @@ def main() -> None:
         captured = asyncio.run(capture(config, info, options.held_out or ["demo"], options.held_out_prompts))
         torch.save([vars(sample) for sample in captured], options.samples)
     head = load_head(info, DTYPES[config.target.dtype])
-    known = [(sample, teacher_statistics(sample.last, sample.mask, head))
+    known = [(sample, teacher_statistics(sample.last, supervised(sample, "all").mask, head))
              for sample in (Sample(**fields) for fields in torch.load(options.samples))]
     held_out = [pair for pair in known if pair[0].purpose == "held_out"]
     train = sorted((pair for pair in known if pair[0].purpose == "train"), key=lambda pair: pair[0].ordinal)
@@ -119,7 +119,8 @@ def play(config: Config, info: TargetInfo, head: FrozenHead, train: list[Known],
         if not entries:
             return checks
         before = time.process_time()
-        learner.train([(entry.sample, entry.statistics) for entry in entries], done / len(train))
+        learner.train([(supervised(entry.sample, options.supervise), entry.statistics) for entry in entries],
+                      done / len(train))
         cpu_s += time.process_time() - before
         done += len(buffer.count_pass(entries))
         due = sum(done / len(train) >= share for share in CHECKS)

@@ -5,10 +5,11 @@ import torch
 
 from tests.tiny import make_tiny_target
 from torchspec_lite import checkpoint
+from torchspec_lite.batch import supervised_counts
 from torchspec_lite.config import DrafterConfigSection, TrainerConfig
 from torchspec_lite.drafter import init_drafter
 from torchspec_lite.learner import Learner
-from torchspec_lite.sample import Sample
+from torchspec_lite.sample import Sample, supervised
 from torchspec_lite.target import describe, load_head
 from torchspec_lite.teacher import teacher_statistics
 from workers.group import Group
@@ -54,6 +55,20 @@ def weights(learner):
 
 def furthest(ours, theirs):
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def test_supervising_all_tokens_is_training_on_a_sample_whose_prompt_is_answer_too(target):
+    """A document of n tokens whose every token is an answer's has n - 2 - k places at step k: row t reads token t + 1 + k
+    and is taught token t + 2 + k."""
+    head = load_head(target, torch.float32)
+    ((sample, _),) = make_samples(target, head, number=1)
+    wide = supervised(sample, "all")
+    assert supervised(sample, "answers") is sample and sample.mask.tolist()[:4] == [0, 0, 0, 1]
+    assert supervised_counts([wide.mask], 3).tolist() == [10.0, 9.0, 8.0]
+    learner = make_learner(target)
+    before = weights(learner)
+    learner.train([(wide, teacher_statistics(wide.last, wide.mask, head))], 0.0)
+    assert learner.tokens == 12 and furthest(before, weights(learner)) > 0
 
 
 def test_training_lowers_the_loss_and_moves_every_weight(target):

@@ -60,6 +60,11 @@ class Sample:
                        last=self.last.clone())
 
 
+def supervised(sample: Sample, which: str) -> Sample:
+    """The sample as `trainer.supervise` has it trained: itself (`answers`), or with every token an answer's (`all`)."""
+    return sample if which == "answers" else replace(sample, mask=torch.ones_like(sample.mask))
+
+
 @dataclass(frozen=True)
 class Expectation:
     """What a receiver takes: everything else is refused with a reason."""

@@ -133,6 +133,9 @@ class TrainerConfig(Section):
     loss: Literal["cross_entropy", "total_variation", "log_acceptance"] = "cross_entropy"
     """`cross_entropy` against the target's distribution; `total_variation`, acceptance itself; `log_acceptance`, its
     logarithm, which learns from a poor start too."""
+    supervise: Literal["answers", "all"] = "answers"
+    """Tokens that a drafter learns to draft: those of answers only, or those of prompts too, for which the target's states
+    and distribution come with the sample anyway. `all` teaches more from the same samples and makes a step as much dearer."""
     batch_tokens: int = Field(default=2048, ge=16)
     """Tokens of one optimizer step on one rank, packed without padding."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)

@@ -14,7 +14,7 @@ from torchspec_lite.export import export, load_drafter
 from torchspec_lite.learner import Learner, StepResult
 from torchspec_lite.parity import make_probe
 from torchspec_lite.reuse import Entry, ReuseBuffer
-from torchspec_lite.sample import DTYPES, Expectation, Sample
+from torchspec_lite.sample import DTYPES, Expectation, Sample, supervised
 from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.snapshot import Buffer
 from torchspec_lite.target import TargetInfo, load_head
@@ -194,7 +194,8 @@ class Trainer:
             self.resting = rest > 0
             if not drawn:
                 return open_ended > 0
-        result = self.learner.train([(entry.sample, entry.statistics) for entry in entries], progress, self.phases.phase)
+        result = self.learner.train([(supervised(entry.sample, self.options.supervise), entry.statistics)
+                                     for entry in entries], progress, self.phases.phase)
         counted = [entry for entry in entries if entry.passes < self.options.reuse]  # what is rehearsed is durable already
         done = self.served.count_pass(entries) if self.served else self.buffer.count_pass(entries)
         self.samples_done += int(self.group.sum(torch.tensor([len(done)]))[0])
@@ -281,7 +282,8 @@ class Trainer:
 
     def _teach(self, sample: Sample) -> TeacherStatistics:
         with self.phases.phase("teacher"):
-            known = teacher_statistics(sample.last.to(self.device), sample.mask.to(self.device), self.device_head)
+            mask = supervised(sample, self.options.supervise).mask
+            known = teacher_statistics(sample.last.to(self.device), mask.to(self.device), self.device_head)
             return TeacherStatistics(known.lse.cpu(), known.argmax.cpu())
 
     def _tell_refusals(self) -> None:
