@@ -15,7 +15,7 @@ from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import ReceiverKeys, zap_reply
 from torchspec_lite.known_sender import HeldSample, KnownSender
-from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, Wakeup, drain
+from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, Wakeup, drain, send_now
 from torchspec_lite.router import bound_endpoint, open_router
 from torchspec_lite.sample import Expectation, Sample, SampleError
 from torchspec_lite.shared_slots import attach, host_identity, layout, private_slots, slot_bytes
@@ -103,9 +103,9 @@ class ReceiverLoop:
             self._wakeup.clear()
         if self._zap and self._zap in ready:
             for request in drain(self._zap, limit=1):
-                self._zap.send_multipart(zap_reply(request, self._keys.allowed))
+                self._zap.send_multipart(zap_reply([frame.bytes for frame in request], self._keys.allowed))
         if self._socket in ready:
-            for message in drain(self._socket, copy=False):
+            for message in drain(self._socket):
                 self._on_message(message)
                 if self._round_bytes > ROUND_BYTES:
                     break
@@ -140,8 +140,13 @@ class ReceiverLoop:
         self._ping_at = now + self._heartbeat_s
 
     def _acknowledge(self) -> None:
-        """Goes before `_tell_freed`: a sender must hear of a sample that it was taken before it hears that it left."""
+        """Goes before `_tell_freed`: a sender must hear of a sample that it was taken before it hears that it left.
+
+        The owner, too, is woken once a round: each time costs as much as taking a sample."""
         arrived, self._arrived = self._arrived, {}
+        if arrived:
+            with self._lock:
+                self._lock.notify_all()
         for address, seqs in arrived.items():
             self._say(address, control.Ack(tuple(seqs)))
 
@@ -293,7 +298,6 @@ class ReceiverLoop:
             self._counts["received"] += 1
             self._counts["bytes"] += nbytes
             self._rate.add(nbytes)
-            self._lock.notify()
         peer.samples += 1
         peer.bytes += nbytes
         self._taken[want.id, want.attempt] = (peer.session, seq)
@@ -338,7 +342,7 @@ class ReceiverLoop:
 
     def _say(self, address: bytes, message) -> None:
         try:
-            self._socket.send_multipart([address, control.pack(message)], zmq.NOBLOCK)
+            send_now(self._socket, [address, control.pack(message)])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
