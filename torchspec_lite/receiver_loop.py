@@ -45,6 +45,8 @@ class ReceiverLoop:
         self._session = secrets.token_hex(8)
         on_its_way = min(budget_bytes // 16, 4 * expect.max_sample_bytes())  # read by ZeroMQ, not yet by us
         self._credits = Credits(budget_bytes - on_its_way, max_samples)
+        self._may_leave = on_its_way // 2  # bytes of held samples that may stay in ZeroMQ's memory
+        self._left_bytes = 0
         self._lock = threading.Condition()
         self._pool = private_slots(self._credits.budget_bytes)
         self._ready: deque[Sample] = deque()
@@ -238,7 +240,7 @@ class ReceiverLoop:
                                time.monotonic(), memory)
             self._peers[address] = self._sessions[hello.session] = peer
             held = tuple(held.seq for held in self._held.values()
-                         if held.slot is None and held.session == hello.session)
+                         if held.shared and held.session == hello.session)
         self._say(address, control.Welcome(self._session, memory is not None, held))
         self._note(Event("joined", hello.name, "reconnected" if known else "connected"))
 
@@ -265,10 +267,12 @@ class ReceiverLoop:
 
     def _on_sample(self, peer: KnownSender, seq: int, lengths, frames: list[memoryview] | None = None) -> None:
         """Frames that came over the socket, or (None) that lie in the sender's memory."""
-        nbytes, slot = sum(lengths), None
+        nbytes, slot, shared = sum(lengths), None, frames is None
         with self._lock:
             granted = self._credits.take(peer.session, seq)
-            if frames is not None and granted == nbytes:
+            # Out of ZeroMQ's allocations, which would fragment and outgrow the budget; but for the few samples that a
+            # trainer takes as they come
+            if not shared and granted == nbytes and self._left_bytes + nbytes > self._may_leave:
                 slot = self._pool.allocate(slot_bytes(lengths))
         if granted is None:
             raise WireError("flood", f"{peer.name} sent a sample without credit")
@@ -279,9 +283,8 @@ class ReceiverLoop:
                 raise WireError("length", f"{nbytes} bytes, credit was asked for {granted}")
             if (want.id, want.attempt) in self._taken:
                 raise WireError("duplicate", "this attempt was received already")
-            # Out of ZeroMQ's allocations, which would fragment and outgrow the budget
             into = self._pool.views(slot, lengths) if slot else None
-            if frames is None:
+            if shared:
                 frames = layout(peer.memory, want.offset, lengths)
             sample = announced_sample(want, frames, into, self._expect)
         except (SampleError, ValueError) as error:
@@ -293,7 +296,8 @@ class ReceiverLoop:
             return
         del peer.wants[seq]
         with self._lock:
-            self._held[sample] = HeldSample(peer.session, seq, granted, slot)
+            self._held[sample] = HeldSample(peer.session, seq, granted, slot, shared)
+            self._left_bytes += 0 if slot or shared else nbytes
             self._ready.append(sample)
             self._counts["received"] += 1
             self._counts["bytes"] += nbytes
