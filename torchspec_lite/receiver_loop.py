@@ -13,6 +13,7 @@ from torchspec_lite.admission import Recent, announced_sample, length_problem, v
 from torchspec_lite.connections import WATCH_S, Connections, descriptor, remote_of, shut_down, throw_away
 from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
+from torchspec_lite.freed_memory import FreedMemory
 from torchspec_lite.keys import ReceiverKeys, zap_reply
 from torchspec_lite.known_sender import HeldSample, KnownSender
 from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, Wakeup, drain, send_now
@@ -48,6 +49,7 @@ class ReceiverLoop:
         self._may_leave = on_its_way // 2  # bytes of held samples that may stay in ZeroMQ's memory
         self._left_bytes = 0
         self._lock = threading.Condition()
+        self._freed_memory = FreedMemory(budget_bytes // 64)
         self._pool = private_slots(self._credits.budget_bytes)
         self._ready: deque[Sample] = deque()
         self._held: dict[Sample, HeldSample] = {}
@@ -121,6 +123,7 @@ class ReceiverLoop:
             self._read(*self._readable.popleft())
         self._acknowledge()
         self._tell_freed()
+        self._freed_memory.give_back()
 
     def _watch(self, now: float) -> None:
         """Cut off whoever sends a message that does not end."""
@@ -194,6 +197,7 @@ class ReceiverLoop:
                 peer.heard = time.monotonic()
                 self._on_request(peer, request, [frame.buffer for frame in message[2:]])
         except WireError as error:
+            self._freed_memory.add(sum(len(frame) for frame in message))
             self._ban(peer, address, str(error), descriptor(message[-1]))
 
     def _on_request(self, peer: KnownSender, request, frames: list[memoryview]) -> None:
@@ -216,6 +220,7 @@ class ReceiverLoop:
         """A sender that was silent for too long and comes back starts anew; whoever sends samples is cut off."""
         self._say(address, control.Resync())
         if len(message) > 2:
+            self._freed_memory.add(sum(len(frame) for frame in message))
             self._cut(descriptor(message[-1]))
 
     def _on_hello(self, address: bytes, hello: control.Hello, number: int) -> None:

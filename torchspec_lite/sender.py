@@ -13,6 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 from torchspec_lite import control
 from torchspec_lite.dealer import open_dealer
 from torchspec_lite.errors import UserError
+from torchspec_lite.freed_memory import FreedMemory
 from torchspec_lite.keys import SenderKeys
 from torchspec_lite.outgoing import OutgoingSample
 from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, send_now
@@ -63,6 +64,7 @@ class Sender:
         self._counts = {"sent": 0, "sent_bytes": 0, "resent": 0, "refused": 0}
         self._blocked_s = 0.0
         self._rate = Rate()
+        self._freed = FreedMemory(budget_bytes // 16)
         self._wakeup = Wakeup()
         self._context = zmq.Context()
         self._socket: zmq.Socket | None = None
@@ -263,6 +265,7 @@ class Sender:
                 self._on_message(control.unpack(message[0].bytes) if len(message) == 1 else None)
         if self._connected:
             self._send_wants()
+        self._freed.give_back()
 
     def _on_connection(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -361,6 +364,8 @@ class Sender:
         self._memory_bytes -= item.memory
         if item.slot:
             self._slots.free(item.slot)
+        else:
+            self._freed.add(item.memory)
 
     def _send_wants(self) -> None:
         with self._lock:
