@@ -23,7 +23,7 @@ from torchspec_lite.stream_stats import Refusal, SenderStats
 from torchspec_lite.wire import VERSION, Encoded, WireError, encode
 
 MAX_OPEN_WANTS = 1024
-BUSY_SAMPLES = 8  # asked for or on their way, beyond which a new one is told with the next answer
+BUSY_SAMPLES = 4  # asked for or on their way, beyond which a new one is told with the next answer
 BUSY_S = 0.005  # after a word of the receiver, in which its next one is waited for before a new sample is told
 BACKOFF_S = (0.02, 1.0)  # first and longest pause before a new connection
 
