@@ -72,10 +72,10 @@ def drain(socket: zmq.Socket, limit: int = 64):
     for _ in range(limit):
         try:
             message = [socket.recv(NOBLOCK, copy=False)]
+            while message[-1].more:  # recv_multipart asks the socket instead, which takes longer than to receive
+                message.append(socket.recv(NOBLOCK, copy=False))
         except zmq.Again:
             return
-        while message[-1].more:  # recv_multipart asks the socket instead, which takes longer than to receive
-            message.append(socket.recv(NOBLOCK, copy=False))
         yield message
 
 

@@ -147,7 +147,8 @@ class ReceiverLoop:
     def _acknowledge(self) -> None:
         """Goes before `_tell_freed`: a sender must hear of a sample that it was taken before it hears that it left.
 
-        The owner, too, is woken once a round: each time costs as much as taking a sample."""
+        The owner, too, is woken once a round: each time costs as much as taking a sample.
+        """
         arrived, self._arrived = self._arrived, {}
         if arrived:
             with self._lock:

@@ -251,7 +251,8 @@ class Sender:
             self._say(control.Ping())
             self._ping_at = now + self._heartbeat_s
         due = [self._reconnect_at] if self._reconnect_at is not None else [silent_at] * self._handshaken
-        due += [self._ping_at, self._heard + BUSY_S][: 1 + (now < self._heard + BUSY_S)] * self._connected
+        due += [self._ping_at] * self._connected
+        due += [self._heard + BUSY_S] * (now < self._heard + BUSY_S)
         timeout = max(0.0, min(due, default=now + self._heartbeat_s) - now)
         ready = {source for source, _ in self._poller.poll(int(timeout * 1000) + 1)}
         if self._wakeup.fd in ready:
