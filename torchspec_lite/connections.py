@@ -33,7 +33,7 @@ class Connections:
     def accept(self) -> None:
         """Take in which connections began and ended."""
         for message in drain(self.monitor, limit=4096):
-            event = parse_monitor_message(message)
+            event = parse_monitor_message([frame.bytes for frame in message])
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._known[event["value"]] = remote_of(event["value"]), 0
             else:

@@ -1,13 +1,12 @@
 """The small messages between sender and receiver: one frame each, a kind byte, a version byte and strict JSON. Never
 pickle. `VERSION` changes with any change of these messages, and a peer of another one is refused by name."""
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from typing import get_type_hints
 
 from torchspec_lite.sample import MAX_COUNT, MAX_ORDINAL, MAX_TEXT
-from torchspec_lite.wire import WireError
+from torchspec_lite.wire import FROM_JSON, TO_JSON, WireError
 
 VERSION = 2  # 1 had no version byte
 MAX_CONTROL = 256 * 1024
@@ -128,7 +127,7 @@ LIMITS = {"attempt": MAX_COUNT, "ordinal": MAX_ORDINAL, "nbytes": MAX_BYTES, "of
 def pack(message) -> bytes:
     """One frame. Texts longer than the limit (reasons) are cut."""
     values = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in vars(message).items()}
-    return BYTES[type(message)] + bytes([VERSION]) + json.dumps(values, separators=(",", ":")).encode()
+    return BYTES[type(message)] + bytes([VERSION]) + TO_JSON.encode(values).encode()
 
 
 def unpack(frame: bytes | memoryview):
@@ -144,7 +143,7 @@ def unpack(frame: bytes | memoryview):
         raise WireError("version", f"control message of version {version}, {age} than this program's {VERSION}; "
                                    "run the same release on every node")
     try:
-        values = json.loads(bytes(frame[2:]))
+        values = FROM_JSON.decode(str(frame[2:], "utf-8"))
     except (ValueError, RecursionError) as error:
         raise WireError("control", f"{message.__name__} is not valid JSON") from error
     fields = _fields(message)

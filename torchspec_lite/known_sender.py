@@ -30,4 +30,5 @@ class HeldSample:
     session: str
     seq: int
     nbytes: int
-    slot: Slot | None  # in the receiver's own memory; None: in the sender's
+    slot: Slot | None  # in the receiver's own memory; None: where it was received
+    shared: bool  # it lies in the sender's memory

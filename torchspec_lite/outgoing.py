@@ -15,6 +15,8 @@ class OutgoingSample:
     ordinal: int
     nbytes: int
     frames: list
+    lengths: tuple[int, ...]  # of the frames
+    memory: int  # bytes of the sender's budget
     slot: Slot | None
     state: str = "new"
     sends: int = 0

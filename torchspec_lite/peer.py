@@ -6,6 +6,7 @@ from collections import deque
 
 import zmq
 
+NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 SILENT_HEARTBEATS = 3  # a peer unheard for so many heartbeats counts as gone
 
 
@@ -66,10 +67,25 @@ def limit_handshake(socket: zmq.Socket, heartbeat_s: float) -> None:
     socket.handshake_ivl = max(1000, int(SILENT_HEARTBEATS * heartbeat_s * 1000))
 
 
-def drain(socket: zmq.Socket, limit: int = 64, copy: bool = True):
-    """Up to `limit` messages that are there already."""
+def drain(socket: zmq.Socket, limit: int = 64):
+    """Up to `limit` messages that are there already, each a list of frames."""
     for _ in range(limit):
         try:
-            yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+            message = [socket.recv(NOBLOCK, copy=False)]
+            while message[-1].more:  # recv_multipart asks the socket instead, which takes longer than to receive
+                message.append(socket.recv(NOBLOCK, copy=False))
         except zmq.Again:
             return
+        yield message
+
+
+def send_now(socket: zmq.Socket, small: list[bytes], large: list = ()) -> None:
+    """Send frames as one message without waiting, the large ones from where they are. Raises zmq.Again.
+
+    As send_multipart does with copy=False, at half its cost: flags as numbers, and small frames copied.
+    """
+    left = len(small) + len(large)
+    for copy, frames in (True, small), (False, large):
+        for frame in frames:
+            left -= 1
+            socket.send(frame, MORE if left else NOBLOCK, copy)

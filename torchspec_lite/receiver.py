@@ -37,8 +37,10 @@ class Receiver(ReceiverLoop):
             self._credits.release(held.nbytes)
             if held.slot:
                 self._pool.free(held.slot)
-            else:
+            elif held.shared:
                 self._freed.append((held.session, held.seq))
+            else:
+                self._left_bytes -= held.nbytes
         self._wakeup.set()
 
     def events(self) -> list[Event]:

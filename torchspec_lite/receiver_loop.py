@@ -13,9 +13,10 @@ from torchspec_lite.admission import Recent, announced_sample, length_problem, v
 from torchspec_lite.connections import WATCH_S, Connections, descriptor, remote_of, shut_down, throw_away
 from torchspec_lite.credits import Credits
 from torchspec_lite.errors import UserError
+from torchspec_lite.freed_memory import FreedMemory
 from torchspec_lite.keys import ReceiverKeys, zap_reply
 from torchspec_lite.known_sender import HeldSample, KnownSender
-from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, Wakeup, drain
+from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, Wakeup, drain, send_now
 from torchspec_lite.router import bound_endpoint, open_router
 from torchspec_lite.sample import Expectation, Sample, SampleError
 from torchspec_lite.shared_slots import attach, host_identity, layout, private_slots, slot_bytes
@@ -45,7 +46,10 @@ class ReceiverLoop:
         self._session = secrets.token_hex(8)
         on_its_way = min(budget_bytes // 16, 4 * expect.max_sample_bytes())  # read by ZeroMQ, not yet by us
         self._credits = Credits(budget_bytes - on_its_way, max_samples)
+        self._may_leave = on_its_way // 2  # bytes of held samples that may stay in ZeroMQ's memory
+        self._left_bytes = 0
         self._lock = threading.Condition()
+        self._freed_memory = FreedMemory(budget_bytes // 64)
         self._pool = private_slots(self._credits.budget_bytes)
         self._ready: deque[Sample] = deque()
         self._held: dict[Sample, HeldSample] = {}
@@ -103,9 +107,9 @@ class ReceiverLoop:
             self._wakeup.clear()
         if self._zap and self._zap in ready:
             for request in drain(self._zap, limit=1):
-                self._zap.send_multipart(zap_reply(request, self._keys.allowed))
+                self._zap.send_multipart(zap_reply([frame.bytes for frame in request], self._keys.allowed))
         if self._socket in ready:
-            for message in drain(self._socket, copy=False):
+            for message in drain(self._socket):
                 self._on_message(message)
                 if self._round_bytes > ROUND_BYTES:
                     break
@@ -119,6 +123,7 @@ class ReceiverLoop:
             self._read(*self._readable.popleft())
         self._acknowledge()
         self._tell_freed()
+        self._freed_memory.give_back()
 
     def _watch(self, now: float) -> None:
         """Cut off whoever sends a message that does not end."""
@@ -140,8 +145,14 @@ class ReceiverLoop:
         self._ping_at = now + self._heartbeat_s
 
     def _acknowledge(self) -> None:
-        """Goes before `_tell_freed`: a sender must hear of a sample that it was taken before it hears that it left."""
+        """Goes before `_tell_freed`: a sender must hear of a sample that it was taken before it hears that it left.
+
+        The owner, too, is woken once a round: each time costs as much as taking a sample.
+        """
         arrived, self._arrived = self._arrived, {}
+        if arrived:
+            with self._lock:
+                self._lock.notify_all()
         for address, seqs in arrived.items():
             self._say(address, control.Ack(tuple(seqs)))
 
@@ -187,6 +198,7 @@ class ReceiverLoop:
                 peer.heard = time.monotonic()
                 self._on_request(peer, request, [frame.buffer for frame in message[2:]])
         except WireError as error:
+            self._freed_memory.add(sum(len(frame) for frame in message))
             self._ban(peer, address, str(error), descriptor(message[-1]))
 
     def _on_request(self, peer: KnownSender, request, frames: list[memoryview]) -> None:
@@ -209,6 +221,7 @@ class ReceiverLoop:
         """A sender that was silent for too long and comes back starts anew; whoever sends samples is cut off."""
         self._say(address, control.Resync())
         if len(message) > 2:
+            self._freed_memory.add(sum(len(frame) for frame in message))
             self._cut(descriptor(message[-1]))
 
     def _on_hello(self, address: bytes, hello: control.Hello, number: int) -> None:
@@ -233,7 +246,7 @@ class ReceiverLoop:
                                time.monotonic(), memory)
             self._peers[address] = self._sessions[hello.session] = peer
             held = tuple(held.seq for held in self._held.values()
-                         if held.slot is None and held.session == hello.session)
+                         if held.shared and held.session == hello.session)
         self._say(address, control.Welcome(self._session, memory is not None, held))
         self._note(Event("joined", hello.name, "reconnected" if known else "connected"))
 
@@ -260,10 +273,12 @@ class ReceiverLoop:
 
     def _on_sample(self, peer: KnownSender, seq: int, lengths, frames: list[memoryview] | None = None) -> None:
         """Frames that came over the socket, or (None) that lie in the sender's memory."""
-        nbytes, slot = sum(lengths), None
+        nbytes, slot, shared = sum(lengths), None, frames is None
         with self._lock:
             granted = self._credits.take(peer.session, seq)
-            if frames is not None and granted == nbytes:
+            # Out of ZeroMQ's allocations, which would fragment and outgrow the budget; but for the few samples that a
+            # trainer takes as they come
+            if not shared and granted == nbytes and self._left_bytes + nbytes > self._may_leave:
                 slot = self._pool.allocate(slot_bytes(lengths))
         if granted is None:
             raise WireError("flood", f"{peer.name} sent a sample without credit")
@@ -274,9 +289,8 @@ class ReceiverLoop:
                 raise WireError("length", f"{nbytes} bytes, credit was asked for {granted}")
             if (want.id, want.attempt) in self._taken:
                 raise WireError("duplicate", "this attempt was received already")
-            # Out of ZeroMQ's allocations, which would fragment and outgrow the budget
             into = self._pool.views(slot, lengths) if slot else None
-            if frames is None:
+            if shared:
                 frames = layout(peer.memory, want.offset, lengths)
             sample = announced_sample(want, frames, into, self._expect)
         except (SampleError, ValueError) as error:
@@ -288,12 +302,12 @@ class ReceiverLoop:
             return
         del peer.wants[seq]
         with self._lock:
-            self._held[sample] = HeldSample(peer.session, seq, granted, slot)
+            self._held[sample] = HeldSample(peer.session, seq, granted, slot, shared)
+            self._left_bytes += 0 if slot or shared else nbytes
             self._ready.append(sample)
             self._counts["received"] += 1
             self._counts["bytes"] += nbytes
             self._rate.add(nbytes)
-            self._lock.notify()
         peer.samples += 1
         peer.bytes += nbytes
         self._taken[want.id, want.attempt] = (peer.session, seq)
@@ -338,7 +352,7 @@ class ReceiverLoop:
 
     def _say(self, address: bytes, message) -> None:
         try:
-            self._socket.send_multipart([address, control.pack(message)], zmq.NOBLOCK)
+            send_now(self._socket, [address, control.pack(message)])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 PURPOSES = ("train", "held_out", "traffic")
@@ -82,20 +83,19 @@ class Expectation:
 
     def check(self, sample: Sample) -> None:
         """Raises SampleError, kind `mismatch`, naming the first field that differs, or `too_long`."""
-        found = {"target": sample.fingerprint, "layer ids": tuple(sample.layer_ids), "dtype": sample.aux.dtype,
-                 "hidden size": sample.aux.shape[-1]}
-        wanted = {"target": self.fingerprint, "layer ids": tuple(self.layer_ids), "dtype": self.dtype,
-                  "hidden size": self.hidden_size}
-        for name, value in wanted.items():
-            if found[name] != value:
-                raise SampleError("mismatch", f"{name} is {found[name]}, this receiver takes {value}")
+        for name, found, wanted in (("target", sample.fingerprint, self.fingerprint),
+                                    ("layer ids", tuple(sample.layer_ids), tuple(self.layer_ids)),
+                                    ("dtype", sample.aux.dtype, self.dtype),
+                                    ("hidden size", sample.aux.shape[-1], self.hidden_size)):
+            if found != wanted:
+                raise SampleError("mismatch", f"{name} is {found}, this receiver takes {wanted}")
         if sample.tokens > self.max_tokens:
             raise SampleError("too_long", f"{sample.tokens} tokens, this receiver takes {self.max_tokens}")
 
 
 def check_sample(sample: Sample) -> None:
     """Check everything but the states' values. Raises SampleError with the reason."""
-    _check_labels(sample)
+    check_labels(sample)
     n = sample.tokens if sample.token_ids.dim() == 1 else 0
     if n < 2:
         raise SampleError("too_short", f"token_ids has shape {tuple(sample.token_ids.shape)}; needs 2 tokens or more")
@@ -112,17 +112,25 @@ def check_sample(sample: Sample) -> None:
     if sample.token_ids.dtype != torch.int32 or sample.mask.dtype != torch.uint8:
         raise SampleError("dtype", f"token_ids is {sample.token_ids.dtype}, mask {sample.mask.dtype}; "
                                    "expected int32, uint8")
+    check_values(sample)
+
+
+def check_values(sample: Sample) -> None:
+    """Check what tensors of the right shapes and types hold, the states' values left out. Raises SampleError."""
+    hidden = sample.last.shape[-1]
     if hidden * sample.aux.dtype.itemsize % 8:
         raise SampleError("layout", f"a row of {hidden} states is not a multiple of 8 bytes")
-    if int(sample.token_ids.min()) < 0:
+    token_ids, mask = sample.token_ids.numpy(), sample.mask.numpy()  # so small that torch's own overhead would show
+    if np.minimum.reduce(token_ids) < 0:
         raise SampleError("token", "a token id is negative")
-    if int(sample.mask.max()) > 1:
+    if np.maximum.reduce(mask) > 1:
         raise SampleError("mask", "mask holds values other than 0 and 1")
-    if not bool(sample.mask[1:].any()):
+    if not np.maximum.reduce(mask[1:]):
         raise SampleError("no_supervision", "no token after the first is the assistant's")
 
 
-def _check_labels(sample: Sample) -> None:
+def check_labels(sample: Sample) -> None:
+    """Check what names a sample. Raises SampleError, kind `label` or `layers`."""
     for name in ("id", "fingerprint"):
         text = vars(sample)[name]
         if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT or not text.isprintable():

@@ -13,15 +13,18 @@ from zmq.utils.monitor import parse_monitor_message
 from torchspec_lite import control
 from torchspec_lite.dealer import open_dealer
 from torchspec_lite.errors import UserError
+from torchspec_lite.freed_memory import FreedMemory
 from torchspec_lite.keys import SenderKeys
 from torchspec_lite.outgoing import OutgoingSample
-from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain
+from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, send_now
 from torchspec_lite.sample import Sample
 from torchspec_lite.shared_slots import SharedSlots, Slot, host_identity, slot_bytes
 from torchspec_lite.stream_stats import Refusal, SenderStats
 from torchspec_lite.wire import VERSION, Encoded, WireError, encode
 
 MAX_OPEN_WANTS = 1024
+BUSY_SAMPLES = 4  # asked for or on their way, beyond which a new one is told with the next answer
+BUSY_S = 0.005  # after a word of the receiver, in which its next one is waited for before a new sample is told
 BACKOFF_S = (0.02, 1.0)  # first and longest pause before a new connection
 
 
@@ -48,6 +51,8 @@ class Sender:
         self._items: dict[int, OutgoingSample] = {}
         self._new: deque[OutgoingSample] = deque()
         self._open_wants = 0
+        self._underway = 0  # asked for or sent, and not acknowledged
+        self._heard = 0.0
         self._seqs = count(1)
         self._memory_bytes = 0
         self._receiver_session: str | None = None
@@ -59,6 +64,7 @@ class Sender:
         self._counts = {"sent": 0, "sent_bytes": 0, "resent": 0, "refused": 0}
         self._blocked_s = 0.0
         self._rate = Rate()
+        self._freed = FreedMemory(budget_bytes // 16)
         self._wakeup = Wakeup()
         self._context = zmq.Context()
         self._socket: zmq.Socket | None = None
@@ -88,10 +94,12 @@ class Sender:
             encoded.copy_into(frames)
         with self._lock:
             seq = next(self._seqs)
-            item = OutgoingSample(seq, sample.id, sample.attempt, sample.ordinal, encoded.nbytes, frames, slot)
-            self._items[seq] = item
+            self._items[seq] = item = OutgoingSample(seq, sample.id, sample.attempt, sample.ordinal, encoded.nbytes,
+                                                     frames, lengths, slot_bytes(lengths), slot)
             self._new.append(item)
-        self._wakeup.set()
+            at_rest = self._underway < BUSY_SAMPLES or time.monotonic() > self._heard + BUSY_S
+        if at_rest:  # else the thread wakes by itself: to wake it costs about as much as to encode a sample
+            self._wakeup.set()
 
     def flush(self, timeout: float) -> None:
         """Wait until the receiver has acknowledged or refused everything. Raises StreamTimeout."""
@@ -244,19 +252,21 @@ class Sender:
             self._ping_at = now + self._heartbeat_s
         due = [self._reconnect_at] if self._reconnect_at is not None else [silent_at] * self._handshaken
         due += [self._ping_at] * self._connected
+        due += [self._heard + BUSY_S] * (now < self._heard + BUSY_S)
         timeout = max(0.0, min(due, default=now + self._heartbeat_s) - now)
         ready = {source for source, _ in self._poller.poll(int(timeout * 1000) + 1)}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         if self._monitor in ready:
             for message in drain(self._monitor):
-                self._on_connection(parse_monitor_message(message)["event"])
+                self._on_connection(parse_monitor_message([frame.bytes for frame in message])["event"])
         if self._socket in ready and self._reconnect_at is None:
             for message in drain(self._socket):
                 self._heard = time.monotonic()
-                self._on_message(control.unpack(message[0]) if len(message) == 1 else None)
+                self._on_message(control.unpack(message[0].bytes) if len(message) == 1 else None)
         if self._connected:
             self._send_wants()
+        self._freed.give_back()
 
     def _on_connection(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -310,7 +320,7 @@ class Sender:
             elif item.state != "handed":
                 item.state = "new"
         self._new = deque(item for item in self._items.values() if item.state == "new")
-        self._open_wants = 0
+        self._open_wants = self._underway = 0
         self._receiver_session = message.session
         self._shared = message.shared
         self._connected = True
@@ -330,7 +340,8 @@ class Sender:
         if item is None or item.state == "handed":
             return
         self._open_wants -= item.state == "wanted"  # the receiver had it before this connection
-        item.state = "sent"
+        self._underway -= item.state in ("wanted", "sent")
+        item.state = "acknowledged"
         self._counts["sent"] += 1
         self._counts["sent_bytes"] += item.nbytes
         self._rate.add(item.nbytes)
@@ -349,17 +360,20 @@ class Sender:
         if item is None:
             return
         self._open_wants -= item.state == "wanted"
+        self._underway -= item.state in ("wanted", "sent")
         del self._items[item.seq]
-        self._memory_bytes -= slot_bytes(tuple(len(frame) for frame in item.frames))
+        self._memory_bytes -= item.memory
         if item.slot:
             self._slots.free(item.slot)
+        else:
+            self._freed.add(item.memory)
 
     def _send_wants(self) -> None:
         with self._lock:
             while self._new and self._open_wants < MAX_OPEN_WANTS:
                 item = self._new[0]
                 item.by_handle = self._shared and item.slot is not None
-                place = (item.slot.offset, tuple(len(frame) for frame in item.frames)) if item.by_handle else ()
+                place = (item.slot.offset, item.lengths) if item.by_handle else ()
                 if not self._say(control.Want(item.seq, item.id, item.attempt, item.ordinal, item.nbytes, *place)):
                     return
                 if item.by_handle:
@@ -368,11 +382,12 @@ class Sender:
                 self._new.popleft()
                 item.state = "wanted"
                 self._open_wants += 1
+                self._underway += 1
 
     def _say(self, message, frames: list = ()) -> bool:
         """Send without waiting; False when there is no connection just now."""
         try:
-            self._socket.send_multipart([control.pack(message), *frames], zmq.NOBLOCK, copy=False)
+            send_now(self._socket, [control.pack(message), *frames[:2]], frames[2:])
         except zmq.Again:
             return False
         return True

@@ -70,7 +70,7 @@ class Slots:
 
 def private_slots(size: int) -> Slots:
     """Slots of this process alone. Pages are taken from the system when they are first written."""
-    return Slots(memoryview(mmap.mmap(-1, ALIGN + _aligned(size))))
+    return Slots(memoryview(mmap.mmap(-1, ALIGN + _aligned(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 
 
 class SharedSlots(Slots):

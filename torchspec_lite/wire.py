@@ -18,7 +18,9 @@ import pyarrow as pa
 import torch
 import xxhash
 
-from torchspec_lite.sample import DTYPES, MAX_COUNT, MAX_LAYERS, MAX_ORDINAL, Sample, SampleError, check_sample
+from torchspec_lite.sample import (
+    DTYPES, MAX_COUNT, MAX_LAYERS, MAX_ORDINAL, Sample, SampleError, check_labels, check_sample, check_values,
+)
 
 VERSION = 1
 MAGIC = b"TSLS"
@@ -28,12 +30,14 @@ MAX_PRELUDE = 65536
 MAX_TOKENS = 2**21
 MAX_HIDDEN = 2**17
 FRAMES = 4
-CHUNK = 512 * 1024  # bytes hashed, copied or scanned at once, so that the second pass finds them in the cache
+CHUNK = 2 * 2**20  # bytes hashed, copied or scanned at once, so that the second pass finds them in the cache
 LIMITS = {"attempt": (0, MAX_COUNT), "ordinal": (0, MAX_ORDINAL), "tokens": (2, MAX_TOKENS), "hidden": (1, MAX_HIDDEN),
           "prelude": (0, MAX_PRELUDE), "final_token": (0, MAX_COUNT), "final_mask": (0, 1)}
+FROM_JSON, TO_JSON = json.JSONDecoder(), json.JSONEncoder(separators=(",", ":"))
 LAYER_CONVENTION = "entering_layer"
 LAST_NORM = "pre"
 ARROW_TYPES = {"bfloat16": pa.uint16(), "float16": pa.float16(), "float32": pa.float32()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 
 
@@ -83,10 +87,11 @@ class Encoded:
         """Copy the frames into memory of the same lengths and seal the copy, each byte read from memory once."""
         digest = xxhash.xxh3_64(self.frames[0][PREFIX.size:])
         for frame, view in zip(self.frames[1:], views[1:], strict=True):
-            for start in range(0, len(frame), CHUNK):
-                chunk = frame[start : start + CHUNK]
+            source, target = np.frombuffer(frame, np.uint8), np.frombuffer(view, np.uint8)
+            for start in range(0, len(source), CHUNK):
+                chunk = source[start : start + CHUNK]
                 digest.update(chunk)
-                np.copyto(np.frombuffer(view[start : start + CHUNK], np.uint8), np.frombuffer(chunk, np.uint8))
+                np.copyto(target[start : start + CHUNK], chunk)
         self._set_checksum(digest)
         views[0][:] = self.frames[0]
 
@@ -100,15 +105,15 @@ def encode(sample: Sample) -> Encoded:
     check_sample(sample)
     if sample.tokens > MAX_TOKENS or sample.last.shape[-1] > MAX_HIDDEN:
         raise SampleError("too_long", f"{sample.tokens} tokens of {sample.last.shape[-1]} states")
-    dtype = next(name for name, kind in DTYPES.items() if kind == sample.aux.dtype)
+    dtype = NAMES[sample.aux.dtype]
     rows, hidden = sample.last.shape
+    token_ids, mask = sample.token_ids.numpy(), sample.mask.numpy()
     prelude = _prelude(rows, tuple(sample.layer_ids), hidden, dtype)
     header = Header(sample.id, sample.attempt, sample.ordinal, sample.purpose, sample.fingerprint,
                     tuple(sample.layer_ids), LAYER_CONVENTION, LAST_NORM, dtype, sample.tokens, hidden, len(prelude),
-                    int(sample.token_ids[-1]), int(sample.mask[-1]))
-    text = json.dumps(vars(header), separators=(",", ":")).encode()
-    tokens, mask = _bytes_of(sample.token_ids[:-1]), _bytes_of(sample.mask[:-1])
-    small = b"".join((prelude, tokens, bytes(-len(tokens) % 8), mask, bytes(-len(mask) % 8)))
+                    int(token_ids[-1]), int(mask[-1]))
+    text = TO_JSON.encode(vars(header)).encode()
+    small = b"".join((prelude, token_ids[:-1], bytes(-4 * rows % 8), mask[:-1], bytes(-rows % 8)))
     frames = [bytearray(PREFIX.size) + text, memoryview(small), _bytes_of(sample.aux), _bytes_of(sample.last)]
     return Encoded(frames, sum(len(frame) for frame in frames))
 
@@ -131,15 +136,17 @@ def decode(frames: list[memoryview], into: list[memoryview] | None = None) -> Sa
     frames = _verify(frames, dtype, into or frames)
     small = np.frombuffer(frames[1], np.uint8)
     start, middle = header.prelude, header.prelude + _padded(4 * rows)
-    token_ids = np.append(small[start : start + 4 * rows].view(np.int32), np.int32(header.final_token))
-    mask = np.append(small[middle : middle + rows], np.uint8(header.final_mask))
+    token_ids, mask = np.empty(header.tokens, np.int32), np.empty(header.tokens, np.uint8)
+    token_ids[:-1], token_ids[-1] = small[start : start + 4 * rows].view(np.int32), header.final_token
+    mask[:-1], mask[-1] = small[middle : middle + rows], header.final_mask
     sample = Sample(
         header.id, header.attempt, header.ordinal, header.purpose, header.fingerprint, header.layer_ids,
         torch.from_numpy(token_ids), torch.from_numpy(mask),
         torch.frombuffer(frames[2], dtype=dtype).view(rows, layers, header.hidden),
         torch.frombuffer(frames[3], dtype=dtype).view(rows, header.hidden),
     )
-    check_sample(sample)
+    check_labels(sample)
+    check_values(sample)  # shapes and types are right by their making
     return sample
 
 
@@ -157,7 +164,7 @@ def read_header(frame: memoryview) -> Header:
     if length != frame.nbytes - PREFIX.size:
         raise WireError("header", "its length does not match its frame")
     try:
-        values = json.loads(str(frame[PREFIX.size :], "utf-8"))
+        values = FROM_JSON.decode(str(frame[PREFIX.size :], "utf-8"))
     except (ValueError, RecursionError) as error:
         raise WireError("header", "not valid JSON") from error
     return _header(values)
@@ -193,11 +200,12 @@ def _verify(frames: list[memoryview], dtype: torch.dtype, into: list[memoryview]
     digest = xxhash.xxh3_64(frames[0][PREFIX.size :])
     digest.update(frames[1])
     finite = True
-    for frame, target in zip(frames[2:], into[2:], strict=True):
-        for start in range(0, frame.nbytes, CHUNK):
+    for frame, view in zip(frames[2:], into[2:], strict=True):
+        source, target = np.frombuffer(frame, np.uint8), np.frombuffer(view, np.uint8)
+        for start in range(0, len(source), CHUNK):
             chunk = target[start : start + CHUNK]
-            if target is not frame:  # what was copied is checked
-                np.copyto(np.frombuffer(chunk, np.uint8), np.frombuffer(frame[start : start + CHUNK], np.uint8))
+            if view is not frame:  # what was copied is checked
+                np.copyto(chunk, source[start : start + CHUNK])
             digest.update(chunk)
             finite = finite and _finite(chunk, dtype)
     if digest.intdigest() != expected:
@@ -207,11 +215,11 @@ def _verify(frames: list[memoryview], dtype: torch.dtype, into: list[memoryview]
     return [*frames[:2], *into[2:]]
 
 
-def _finite(chunk: memoryview, dtype: torch.dtype) -> bool:
+def _finite(chunk: np.ndarray, dtype: torch.dtype) -> bool:
     """No value has all exponent bits set; the bits of a float ascend with its size, so two maxima tell."""
     exponent, bits = EXPONENTS[dtype], 8 * dtype.itemsize
-    signed = np.frombuffer(chunk, f"i{dtype.itemsize}")
-    return signed.max() < exponent and signed.view(f"u{dtype.itemsize}").max() < exponent + 2 ** (bits - 1)
+    signed, unsigned = chunk.view(f"i{dtype.itemsize}"), chunk.view(f"u{dtype.itemsize}")
+    return np.maximum.reduce(signed) < exponent and np.maximum.reduce(unsigned) < exponent + 2 ** (bits - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -267,4 +275,4 @@ def _padded(length: int) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).view(-1).numpy())
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
