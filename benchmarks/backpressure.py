@@ -2,10 +2,10 @@
 
 `python -m benchmarks.backpressure --json [--seconds 600]`. Two targets make samples as fast as `RATE`, one over shared
 memory and one over frames; the trainer takes a tenth of that; a third program connects again and again and sends
-samples without credit. A target's peak is the kernel's (VmHWM) above its memory at rest. The receiver maps the memory
-of the target that shares it, and the kernel counts those pages for both, so the receiver's own is the peak of its
-anonymous memory, looked at a hundred times a second; what it maps of the target's is given beside it. At the end the
-trainer empties the stream, and every sample must have come once.
+samples without credit. Peaks are the kernel's (VmHWM) above each process's memory at rest. The receiver's holds pages
+that it maps of the target that shares its memory, and which are in that target's budget; the peak of its own memory
+alone, looked at a hundred times a second, is given beside it. At the end the trainer empties the stream, and every
+sample must have come once.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def run(seconds: float) -> dict:
 
     train()
     train()
-    own = OwnPeak()
+    rest, own = reset_peak(), OwnPeak()
     started = time.monotonic()
     work = threading.Event()  # never set: waits are the trainer's own working time
     while time.monotonic() - started < seconds:
@@ -160,7 +160,7 @@ def run(seconds: float) -> dict:
                 reports[name] = pipe.recv()
     while receiver.stats().waiting_samples:
         train()
-    peak, mapped = own.end(), _status("RssShmem")
+    peak, own_peak = _status("VmHWM") - rest, own.end()
     stats = receiver.stats()
     for name in ("shared", "frames"):
         children[name][1].send("leave")
@@ -173,7 +173,7 @@ def run(seconds: float) -> dict:
     return {
         "machine": machine(), "seconds": seconds,
         "receiver_budget_mib": RECEIVER_BUDGET // 2**20, "sender_budget_mib": SENDER_BUDGET // 2**20,
-        "receiver_peak_mib": peak // 2**20, "receiver_maps_of_target_mib": mapped // 2**20,
+        "receiver_peak_mib": peak // 2**20, "receiver_own_peak_mib": own_peak // 2**20,
         "sender_peak_mib": sender_peak // 2**20,
         "receiver_peak_vs_budget": round(peak / RECEIVER_BUDGET, 3),
         "sender_peak_vs_budget": round(sender_peak / SENDER_BUDGET, 3),

@@ -189,27 +189,31 @@ def test_a_resting_trainer_keeps_the_newest(closing):
 def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
     told = Told(serving=3)
     config = build({"target": {"model": "x"}, "data": {"train": ["demo"]},
-                    "traffic": {"fraction": 1, "window": 8, "rest_after": 2}}, "test")
+                    "traffic": {"fraction": 1, "window": 8, "rest_after": 2, "blend": [0.5]}}, "test")
     intake = TrafficIntake(config, 0, EXPECT, told, lambda sample: "taught")
     intake.window.extend(SimpleNamespace(sample=f"sample{place}", statistics="taught") for place in range(8))
-    lengths = {"candidate": 1.30, "serving": 1.50}
+    lengths = {"candidate": 1.30, "serving": 1.50, ("serving", "candidate", 0.5): 1.20}
     served = ServedTraffic(intake, ReuseBuffer(1, 1, 0), tmp_path, None, None, told,
                            lambda drafter, pairs: SimpleNamespace(walked=lengths[drafter]))
     monkeypatch.setattr("workers.served.load_drafter", lambda folder, info, head: "serving")
+    monkeypatch.setattr("workers.served.blend", lambda *ends: ends)
     assert served.look("candidate") is None  # the serving version's folder is gone
     (tmp_path / "drafters" / "v000003").mkdir(parents=True)
     look = served.look("candidate")
     assert (look.decision, look.serving, look.candidate.walked) == ("go_on", 1.50, 1.30)
+    assert (look.drafter, look.serving_drafter) == ("candidate", "serving")
     lengths["candidate"] = 1.60
     assert served.look("candidate").decision == "export"
-    lengths["candidate"] = 1.51
+    lengths["serving", "candidate", 0.5] = 1.65
+    assert served.look("candidate").drafter == ("serving", "candidate", 0.5)
+    lengths["serving", "candidate", 0.5] = lengths["candidate"] = 1.51
     assert [served.look("candidate").decision for _ in range(2)] == ["go_on", "rest"]
     assert [kind for kind, _ in told.of("event")] == ["rest"]
     lengths["serving"] = 1.40
     assert not served.wakes()  # nothing new in the window
     intake.arrivals += 4
     assert served.wakes() and [kind for kind, _ in told.of("event")] == ["rest", "wake"]
-    assert [report.resting for (report,) in told.of("pace")] == [False, False, False, True, False]
+    assert [report.resting for (report,) in told.of("pace")] == [False, False, False, False, True, False]
 
 
 @pytest.mark.parametrize("values, named", [

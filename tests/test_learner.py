@@ -146,3 +146,18 @@ def test_a_resumed_learner_is_the_undisturbed_one_bit_for_bit(target, tmp_path, 
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
     if ema:
         assert not torch.equal(ours.lm_head, resumed.drafter.lm_head)  # the average, not the weights
+
+
+def test_a_learner_that_restarts_takes_the_steps_of_a_fresh_one_with_those_weights(target):
+    head = load_head(target, torch.float32)
+    samples = make_samples(target, head)
+    strayed, fresh = make_learner(target, ema=0.5), make_learner(target, ema=0.5)
+    strayed.train(samples, 0.0)
+    strayed.restart(make_learner(target).exportable())
+    for learner in (strayed, fresh):
+        learner.train(samples[:3], 0.0)
+        learner.train(samples[3:], 0.0)
+    assert furthest(weights(strayed), weights(fresh)) == 0 and strayed.step == 3
+    assert furthest(dict(strayed.exportable().named_parameters()), dict(fresh.exportable().named_parameters())) == 0
+    with torch.no_grad():
+        assert furthest(weights(strayed), dict(strayed.exportable().named_parameters())) > 0

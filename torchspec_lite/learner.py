@@ -139,6 +139,19 @@ class Learner:
                 drafter.get_parameter(name).copy_(weight)
         return drafter
 
+    @torch.no_grad()
+    def restart(self, drafter: Drafter | None) -> None:
+        """Go on from a drafter of the same shape and vocabulary, which rank 0 gives and the others get; what optimizer and
+        average remember is forgotten, the count of steps is not. A drafter that ranks share in parts (fsdp) stays as it is."""
+        if self.sharded:
+            return
+        if drafter is not None:
+            for name, weight in self.drafter.named_parameters():
+                weight.copy_(drafter.get_parameter(name))
+        self.group.same_weights(self.drafter)
+        self.optimizers = make_optimizers(self.drafter, self.options)
+        self.ema = Ema(self.drafter, self.options.ema) if self.options.ema else None
+
     def save(self, directory: Path, extra: dict, keep: int) -> Path:
         """Write a checkpoint of this step; `extra` comes back in its state. Raises UserError when the disk is full."""
         schedule = {"skipped": self.skipped, "tokens": self.tokens}

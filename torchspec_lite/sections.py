@@ -278,6 +278,10 @@ class TrafficConfig(Section):
     export_margin: float = Field(default=0.02, ge=0)
     """A version is exported when it is predicted to be better than the serving one on the window by this acceptance
     length."""
+    blend: list[Annotated[float, Field(gt=0, lt=1)]] = [0.8]
+    """A version may also be exported from so far along the way from the drafter that served when training began or woke
+    to the trained weights, where it is predicted to be better there: it then forgets less too. Each is a prediction more
+    at every look."""
     rest_after: int = Field(default=4, ge=1)
     """Training rests after this many looks in a row at which nothing was gained; a look is due every
     trainer.export_every steps."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchspec_lite.acceptance import Prediction
+from torchspec_lite.blend import blend
 from torchspec_lite.drafter import Drafter
 from torchspec_lite.export import load_drafter, version_path
 from torchspec_lite.mixture import Mixture
@@ -22,11 +23,13 @@ Predict = Callable[[Drafter, list], Prediction | None]
 
 @dataclass(frozen=True)
 class Look:
-    """Two drafters on the same window: the trainer's weights and the version that serves."""
+    """Two drafters on the same window: the one that training has to offer, and the version that serves."""
 
     decision: Literal["export", "go_on", "rest"]
+    drafter: Drafter
     candidate: Prediction
     serving: float
+    serving_drafter: Drafter
 
 
 class ServedTraffic:
@@ -40,6 +43,7 @@ class ServedTraffic:
         self.pace = Pace(intake.options)
         self.looked_at = 0
         self.known: tuple[int, Drafter] | None = None
+        self.anchor: Drafter | None = None
 
     @property
     def tokens(self) -> int:
@@ -52,13 +56,18 @@ class ServedTraffic:
             [entry for entry in entries if entry.sample.purpose != "traffic"])
 
     def look(self, drafter: Drafter) -> Look | None:
-        """Compare `drafter` with the serving version on the window; None when there is nothing to compare on."""
+        """Compare what training has to offer with the serving version on the window; None when there is nothing to
+        compare on. On offer are the trained weights and those `traffic.blend` of the way to them, from the version that
+        served when training began or woke."""
         serving = self._serving()
         if serving is None or len(self.intake.window) < LEAST_WINDOW:
             return None
-        candidate, present = self._on_window(drafter), self._on_window(serving)
-        if candidate is None or present is None:
+        self.anchor = self.anchor or serving
+        offers = [drafter, *(blend(self.anchor, drafter, share) for share in self.intake.options.blend)]
+        predicted, present = [self._on_window(offer) for offer in offers], self._on_window(serving)
+        if None in predicted or present is None:
             return None
+        drafter, candidate = max(zip(offers, predicted), key=lambda pair: pair[1].walked)
         self.looked_at = self.intake.arrivals
         decision = self.pace.look(candidate.walked, present.walked)
         self._report(present.walked, candidate.walked)
@@ -66,7 +75,7 @@ class ServedTraffic:
             self.coordinator.tell("event", "rest", f"training rests: {self.intake.options.rest_after} looks without gain; it "
                                   f"wakes when the predicted acceptance length on present traffic falls under "
                                   f"{present.walked - self.intake.options.wake_drop:.2f}")
-        return Look(decision, candidate, present.walked)
+        return Look(decision, drafter, candidate, present.walked, serving)
 
     def wakes(self) -> bool:
         """Look at the serving version again once half of the window is new; whether training shall go on."""
@@ -79,6 +88,7 @@ class ServedTraffic:
             if present is not None:
                 self._report(present.walked, None)
             return False
+        self.anchor = serving
         self._report(present.walked, None)
         self.coordinator.tell("event", "wake", f"training wakes: predicted acceptance length on present traffic fell to "
                               f"{present.walked:.2f}")

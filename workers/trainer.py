@@ -330,7 +330,10 @@ class Trainer:
         with self.phases.phase("export"):
             drafter = self.learner.exportable()
             look = self.served.look(drafter) if if_worth_it and drafter is not None else None  # rank 0
-            unworthy = self.group.sum(torch.tensor([float(look is not None and look.decision != "export")])).item()
+            unworthy, rest = self.group.sum(torch.tensor([
+                float(look is not None and look.decision != "export"), float(look is not None and look.decision == "rest")])).tolist()
+            if rest:  # what was learned since the last version was worth nothing
+                self.learner.restart(look and look.serving_drafter)
             version = self.version + bool(self.learner.step and not unworthy)
             # Every sample this step used must be in the ledger as trained before a checkpoint claims it.
             self.coordinator.settle()
@@ -340,7 +343,7 @@ class Trainer:
             if drafter is not None:
                 self.coordinator.call("checkpointed", self.learner.step)
                 if not unworthy:
-                    self._export(drafter, version, look)
+                    self._export(look.drafter if look else drafter, version, look)
             self.group.sum(torch.zeros(1))
             self.version, self.exported_step = version, self.learner.step
 
