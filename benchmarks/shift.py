@@ -43,7 +43,7 @@ HELD_OUT = 32
 """Prompts of each kind that drafters are compared on."""
 START_LIMIT_S = 600
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "demo.yaml"
+CONFIG, ONLINE = ROOT / "configs" / "demo.yaml", ROOT / "configs" / "closed-loop.yaml"
 
 
 def main() -> None:
@@ -107,8 +107,8 @@ def split(kind: str, folder: Path) -> list[str]:
     return [row["conversations"][0]["content"] for row in users]
 
 
-def command(folder: Path, name: str, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "torchspec_lite.cli", "train", str(CONFIG), f"name={name}", f"run_root={folder}",
+def command(folder: Path, name: str, *overrides: str, config: Path = CONFIG) -> list[str]:
+    return [sys.executable, "-m", "torchspec_lite.cli", "train", str(config), f"name={name}", f"run_root={folder}",
             "dashboard.enabled=false", "--json", *overrides]
 
 
@@ -134,9 +134,9 @@ class Shift:
         """The curve, and a copy of the version that served at the end of each phase."""
         process = subprocess.Popen(command(
             self.folder, "online", f"data.train=[{self.folder}/A-train.jsonl]", f"data.held_out=[{self.folder}/A-held.jsonl]",
-            f"drafter.init_from={self.drafter}", "data.max_prompts=80", "trainer.max_minutes=60", "trainer.schedule=constant",
-            "trainer.export_every=25", "traffic.fraction=1", "traffic.prefer_low_acceptance=0", "serve.port=0", "rollout.min_rounds=150", *self.options.set,
-            "dashboard.enabled=true"), cwd=ROOT, stdout=subprocess.DEVNULL)
+            f"drafter.init_from={self.drafter}", "data.max_prompts=80", "trainer.max_minutes=60", "traffic.prefer_low_acceptance=0",
+            "serve.port=0", "rollout.min_rounds=150", *self.options.set, "dashboard.enabled=true", config=ONLINE),
+            cwd=ROOT, stdout=subprocess.DEVNULL)
         try:
             url = await self._endpoint(process)
             curve, served, tokens = [], {}, 0

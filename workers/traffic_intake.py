@@ -41,8 +41,8 @@ class TrafficIntake:
         return self.receiver.endpoint
 
     def fill(self, wait_s: float, resting: bool = False) -> bool:
-        """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting`, new requests take
-        the place of the oldest: the buffer then holds the newest traffic when training wakes."""
+        """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting` no more than another
+        window's worth is kept, and new requests take the place of the oldest: training wakes to the newest traffic."""
         self._let_go_of_the_old()
         self._tell_refusals()
         came = self._take(wait_s, resting)
@@ -74,7 +74,7 @@ class TrafficIntake:
             if len(self.window) <= self.options.window:
                 return
             entry = self.window.popleft()
-        while resting and not self.buffer.has_room():
+        while resting and (len(self.buffer) >= self.options.window or not self.buffer.has_room()):
             self._drop(next(iter(self.buffer.entries)), "newer_came")
         self.buffer.add(entry)
 

@@ -32,6 +32,8 @@ FILL_WAIT_S = 2.0
 """Longest wait for a sample before the coordinator is asked whether more will come."""
 SERVED_WAIT_S = 0.2
 """Longest wait for served traffic before general samples are looked for again."""
+FEW_BATCHES = 4
+"""Steps' worth of served samples to draw from at the least: users will not wait until there are more."""
 FEW_S = 10.0
 """With served traffic, a step of fewer samples than wished for is taken after this long, so that ranks meet."""
 PROBES = 4
@@ -229,7 +231,7 @@ class Trainer:
             if self.rank == 0:
                 self.served.wakes()
             return []
-        wanted, until = self.options.batch_tokens * (2 * self.options.reuse - 1), time.monotonic() + FEW_S
+        wanted, until = self.options.batch_tokens * min(2 * self.options.reuse - 1, FEW_BATCHES), time.monotonic() + FEW_S
         while not self.stopping:
             came = (self.buffer.has_room() and self._fill(0.0)) | self.served.intake.fill(0.0)
             if self.buffer.tokens + self.served.tokens >= wanted or time.monotonic() >= until:
