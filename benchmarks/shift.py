@@ -14,6 +14,7 @@ prompts that nobody trained on:
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -130,6 +131,9 @@ class Shift:
     prompts: dict[str, list[str]]
     drafter: Path
 
+    def __post_init__(self):
+        self.texts = {kind: itertools.cycle(texts) for kind, texts in self.prompts.items()}  # none twice if there are enough
+
     async def run(self) -> tuple[list[dict], dict[str, Path]]:
         """The curve, and a copy of the version that served at the end of each phase."""
         process = subprocess.Popen(command(
@@ -164,7 +168,7 @@ class Shift:
 
     async def _phase(self, client, phase: str, kind: str, until: int, curve: list[dict]) -> None:
         """Users send requests of a kind until so many tokens were served in all phases."""
-        texts = iter(self.prompts[kind] * 10)
+        texts = self.texts[kind]
         done = asyncio.Event()
 
         async def user():
