@@ -1,7 +1,8 @@
 """Attendance: who works through one long call is asked now and then whether it is there, and is ended if it never answers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import ray
 from ray.exceptions import RayActorError
@@ -18,7 +19,7 @@ async def attend(who: str, actor: ray.actor.ActorHandle, tell: Callable[[str], A
     while True:
         try:
             async with asyncio.timeout(limit_s):
-                await _answer(actor)
+                await actor.present.remote()
         except TimeoutError:
             await tell(f"{who} has not answered for {limit_s:g} s: its process is stopped or hangs, and is ended")
             ray.kill(actor)
@@ -28,5 +29,12 @@ async def attend(who: str, actor: ray.actor.ActorHandle, tell: Callable[[str], A
         await asyncio.sleep(ASK_EVERY_S)
 
 
-async def _answer(actor: ray.actor.ActorHandle) -> None:
-    await actor.present.remote()
+@asynccontextmanager
+async def attended(actors: dict[str, ray.actor.ActorHandle], tell: Callable[[str], Awaitable[None]]) -> AsyncIterator[None]:
+    """`attend` each of these, by name, for as long as the body takes."""
+    tasks = [asyncio.create_task(attend(who, actor, tell)) for who, actor in actors.items()]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.attendance import attend
+from cluster.attendance import attended
 from cluster.placement import target_workers
 from cluster.reservation import Reservation
 from cluster.roles import Keyring, make_keyring, start_target, start_trainer
@@ -90,13 +90,8 @@ class Crew:
 
     async def _watch(self, training: list) -> dict:
         tasks = [asyncio.ensure_future(_result(reference)) for reference in training]
-        attending = [asyncio.create_task(attend(f"trainer {rank}", trainer, self._alarm))
-                     for rank, trainer in enumerate(self.trainers)]
-        try:
+        async with attended({f"trainer {rank}": trainer for rank, trainer in enumerate(self.trainers)}, self._alarm):
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in attending:
-                task.cancel()
         errors = [task.exception() for task in done if task.exception()]
         if errors and pending:
             more, late = await asyncio.wait(pending, timeout=GRACE_S)
@@ -123,11 +118,8 @@ class Crew:
                 self.targets[name] = actor
                 await self._point(name, actor)  # the trainers may have come back elsewhere meanwhile
                 failures = 0
-                attending = asyncio.create_task(attend(name, actor, self._alarm))
-                try:
+                async with attended({name: actor}, self._alarm):
                     await self._until_trained(actor.run.remote())
-                finally:
-                    attending.cancel()
                 return
             except (RayActorError, RayTaskError, TimeoutError) as error:
                 found = cause_of(error)

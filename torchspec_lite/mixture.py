@@ -44,7 +44,7 @@ class Mixture:
         return batch
 
     def count_general_pass(self, entries: list[Entry]) -> list[Entry]:
-        """Note a step's general entries; returns those that have had all their passes. They are rehearsed from then on."""
+        """Note the general ones of a step's entries; returns those that have had all their passes. They are rehearsed from then on."""
         self.rehearsal.count_pass([entry for entry in entries if entry.sample.id in self.rehearsal.entries])
         done = self.general.count_pass([entry for entry in entries if entry.sample.id in self.general.entries])
         for entry in done:

@@ -52,8 +52,7 @@ class ServedTraffic:
     def count_pass(self, entries: list[Entry]) -> list[Entry]:
         """Note a step's entries in the buffer each came from; those done."""
         served = [entry for entry in entries if entry.sample.id in self.intake.came]
-        return self.intake.count_pass(served) + self.mixture.count_general_pass(
-            [entry for entry in entries if entry.sample.purpose != "traffic"])
+        return self.intake.count_pass(served) + self.mixture.count_general_pass(entries)
 
     def look(self, drafter: Drafter) -> Look | None:
         """Compare what training has to offer with the serving version on the window; None when there is nothing to
