@@ -3,7 +3,8 @@
 `python -m benchmarks.stream --json` prints one JSON object. Every way moves the same samples between two processes;
 the receiving one touches every page. Rounds of all ways are interleaved and the median is given, so that a busy
 machine slows all of them alike. `stream_frames` and `stream_shared` are the product with its checks on (checksum,
-NaN, credits, acknowledgements); the others check nothing.
+NaN, credits, acknowledgements); the others check nothing. A ratio without a size in its name is that of the size
+where it is lowest.
 
 Mooncake's store over TCP is beside them where its package is installed: `pip install mooncake-transfer-engine-non-cuda`
 and the system's `libibverbs1`. (The package without `-non-cuda` asks for libcuda and does not load without it.)
@@ -337,16 +338,17 @@ def main() -> None:
     options = parser.parse_args()
     ways = {name: measure(name, options.mib * 2**20, options.rounds, not options.no_ray) for name in SIZES}
 
-    def ratio(way: str, other: str) -> dict:
-        return {name: round(result[way]["gb_per_s"] / result[other]["gb_per_s"], 2) for name, result in ways.items()}
+    def ratio(title: str, way: str, other: str) -> dict[str, float]:
+        found = {name: round(result[way]["gb_per_s"] / result[other]["gb_per_s"], 2) for name, result in ways.items()}
+        return {title: min(found.values())} | {f"{title}_{name}": value for name, value in found.items()}
 
     result = {
         "machine": machine(),
         "ways": ways,
         "mooncake": "measured" if "mooncake" in WAYS else "package not installed",
-        "ratios": {"arrow_vs_bare_zmq": ratio("stream_frames", "bare_zmq"),
-                   "shm_vs_bare_zmq": ratio("stream_shared", "bare_zmq"),
-                   "vs_safetensors_file": ratio("stream_shared", "safetensors_file")},
+        "ratios": (ratio("arrow_vs_bare_zmq", "stream_frames", "bare_zmq")
+                   | ratio("shm_vs_bare_zmq", "stream_shared", "bare_zmq")
+                   | ratio("vs_safetensors_file", "stream_shared", "safetensors_file")),
     }
     if options.json:
         print(json.dumps(result))

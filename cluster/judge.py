@@ -58,7 +58,7 @@ class Judge:
         try:
             while (export := await self._next()) is not None:
                 state = await self.rollout.introduce(export)
-                self.screen.say(f"version {export.version}: {state.replace('_', ' ')}")
+                self.screen.say(f"version {self.rollout.tried.version}: {state.replace('_', ' ')}")
         finally:
             overrides.cancel()
         serving = self.rollout.serving

@@ -20,7 +20,7 @@ from workers.reports import Export
 
 LOOK_FOR_TRAFFIC_S = 15.0
 """How long users' requests are waited for before the rest of the pool counts as idle."""
-RECENT_PROMPTS = 32
+RECENT_PROMPTS = 24
 """Users' recent prompts that a version is compared on, where traffic is captured."""
 REPLICA_WAIT_S = 300.0
 """A replica that was lost comes back with the promoted version within this time."""
@@ -96,23 +96,25 @@ class Rollout:
         self.shadow: dict[int, list[Counts]] = {}
         self.best = serving
         self.known: dict[int, Export] = {serving.version: serving}
+        self.tried = serving
         self.canaries: list[str] = []
         self.changing = asyncio.Lock()
         self.allowed = asyncio.Event()
         self.allowed.set()
 
     async def introduce(self, export: Export) -> str:
-        """Try one version; returns its final state (`promoted`, `rolled_back` or `refused`)."""
-        self.known[export.version] = export
+        """Try a version, or the newest that came while the serving one was measured (`tried`); returns its final state
+        (`promoted`, `rolled_back` or `refused`)."""
         await self.allowed.wait()
         async with self.changing:
             try:
+                await self._ask_as_users_do()
                 return await self._introduce(export)
             finally:
                 self.canaries = []
 
     async def _introduce(self, export: Export) -> str:
-        await self._ask_as_users_do()
+        self.known[export.version] = self.tried = export
         refusal = self._gate(export)
         if refusal:
             return await self._end(export, "refused", refusal)
@@ -122,6 +124,9 @@ class Rollout:
                                    f"rollout.min_capacity asks for {self.options.min_capacity:.0%} while one is changed")
         canaries = self.canaries = replicas[:max(1, math.floor(self.options.canary_share * len(replicas)))]
         await self.measure(self.serving)
+        newest = await self.coordinator.next_export(False)
+        if newest is not None and newest.version != export.version:
+            return await self._introduce(newest)
         await self._state(export, "canary", f"on {len(canaries)} of {len(replicas)} replicas")
         try:
             for name in canaries:

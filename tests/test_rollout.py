@@ -111,7 +111,11 @@ class FakePool:
 
 class FakeCoordinator:
     def __init__(self):
-        self.states, self.alarms, self.events = [], [], []
+        self.states, self.alarms, self.events, self.exports = [], [], [], []
+
+    async def next_export(self, wait):
+        assert not wait
+        return self.exports.pop() if self.exports else None
 
     async def version_state(self, version, state, reason):
         self.states.append((version, state, reason))
@@ -166,6 +170,22 @@ def test_a_good_version_goes_canary_first_then_everywhere(start, tmp_path):
     assert set(pool.running.values()) == {"v000001"} and pool.promoted == "v000001"
     assert [state for _, state, _ in coordinator.states] == ["canary", "promoted"]
     assert "on 1 of 4 replicas" in coordinator.states[0][2]
+
+
+def test_the_newest_version_is_tried_that_came_while_the_serving_one_was_measured(start, tmp_path):
+    pool = FakePool(["a"], {"v000000": 1.2, "v000001": 1.3, "v000002": 1.4})
+    rollout, coordinator = start(pool)
+    shadow = pool.shadow
+
+    async def slowly(name, *rest):
+        if pool.running[name] == "v000000" and not coordinator.exports:
+            coordinator.exports.append(export(tmp_path, 2, 1.4))
+        return await shadow(name, *rest)
+
+    pool.shadow = slowly
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.3))) == "promoted"
+    assert pool.promoted == "v000002" and rollout.tried.version == 2
+    assert {version for version, _, _ in coordinator.states} == {2}
 
 
 @pytest.mark.parametrize("version, predicted, where", [(2, 1.2, "worse"), (3, 1.2, "alarm")])

@@ -10,9 +10,8 @@ import struct
 from collections.abc import Callable
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from torchspec_lite.peer import drain
+from torchspec_lite.peer import connection_events
 
 WATCH_S = 0.1  # between two looks; what a peer can send in that time comes on top of what it may
 MAY_COME = 2 * 2**20  # bytes of control messages that may wait, beside the samples a sender has credit for
@@ -32,8 +31,7 @@ class Connections:
 
     def accept(self) -> None:
         """Take in which connections began and ended."""
-        for message in drain(self.monitor, limit=4096):
-            event = parse_monitor_message([frame.bytes for frame in message])
+        for event in connection_events(self.monitor, limit=4096):
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._known[event["value"]] = remote_of(event["value"]), 0
             else:

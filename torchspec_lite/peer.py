@@ -5,6 +5,7 @@ import time
 from collections import deque
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 SILENT_HEARTBEATS = 3  # a peer unheard for so many heartbeats counts as gone
@@ -77,6 +78,12 @@ def drain(socket: zmq.Socket, limit: int = 64):
         except zmq.Again:
             return
         yield message
+
+
+def connection_events(monitor: zmq.Socket, limit: int = 64):
+    """What happened to the connections of the socket that `monitor` watches: dicts of `event`, `value` and `endpoint`."""
+    for message in drain(monitor, limit):
+        yield parse_monitor_message([frame.bytes for frame in message])
 
 
 def send_now(socket: zmq.Socket, small: list[bytes], large: list = ()) -> None:

@@ -8,7 +8,6 @@ from collections import deque
 from itertools import count
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from torchspec_lite import control
 from torchspec_lite.dealer import open_dealer
@@ -16,7 +15,8 @@ from torchspec_lite.errors import UserError
 from torchspec_lite.freed_memory import FreedMemory
 from torchspec_lite.keys import SenderKeys
 from torchspec_lite.outgoing import OutgoingSample
-from torchspec_lite.peer import SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, drain, send_now
+from torchspec_lite.peer import (SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, connection_events, drain,
+                                 send_now)
 from torchspec_lite.sample import Sample
 from torchspec_lite.shared_slots import SharedSlots, Slot, host_identity, slot_bytes
 from torchspec_lite.stream_stats import Refusal, SenderStats
@@ -258,8 +258,8 @@ class Sender:
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         if self._monitor in ready:
-            for message in drain(self._monitor):
-                self._on_connection(parse_monitor_message([frame.bytes for frame in message])["event"])
+            for event in connection_events(self._monitor):
+                self._on_connection(event["event"])
         if self._socket in ready and self._reconnect_at is None:
             for message in drain(self._socket):
                 self._heard = time.monotonic()
