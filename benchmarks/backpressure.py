@@ -45,23 +45,30 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-class OwnPeak:
-    """The highest anonymous memory of this process above that at its making."""
+class Peaks:
+    """The highest own (anonymous) memory of this process above that at its making, and what all of it consisted of when
+    there was most: `RssAnon`, `RssShmem` (mapped of a target) and `RssFile` (programs and libraries)."""
+
+    PARTS = ("RssAnon", "RssShmem", "RssFile")
 
     def __init__(self):
-        self._rest = self.bytes = _status("RssAnon")
+        self._rest, self.own, self.parts = self._look(), 0, dict.fromkeys(self.PARTS, 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
+    def _look(self) -> dict[str, int]:
+        return {part: _status(part) for part in self.PARTS}
+
     def _watch(self) -> None:
         while not self._ended.wait(0.01):
-            self.bytes = max(self.bytes, _status("RssAnon"))
+            now = {part: nbytes - self._rest[part] for part, nbytes in self._look().items()}
+            self.own = max(self.own, now["RssAnon"])
+            self.parts = max(self.parts, now, key=lambda parts: sum(parts.values()))
 
-    def end(self) -> int:
+    def end(self) -> None:
         self._ended.set()
         self._thread.join()
-        return self.bytes - self._rest
 
 
 def target(endpoint: str, name: str, shared_memory: bool, seconds: float, pipe) -> None:
@@ -139,7 +146,7 @@ def run(seconds: float) -> dict:
 
     train()
     train()
-    rest, own = reset_peak(), OwnPeak()
+    rest, peaks = reset_peak(), Peaks()
     started = time.monotonic()
     work = threading.Event()  # never set: waits are the trainer's own working time
     while time.monotonic() - started < seconds:
@@ -160,7 +167,8 @@ def run(seconds: float) -> dict:
                 reports[name] = pipe.recv()
     while receiver.stats().waiting_samples:
         train()
-    peak, own_peak = _status("VmHWM") - rest, own.end()
+    peak = _status("VmHWM") - rest
+    peaks.end()
     stats = receiver.stats()
     for name in ("shared", "frames"):
         children[name][1].send("leave")
@@ -173,10 +181,11 @@ def run(seconds: float) -> dict:
     return {
         "machine": machine(), "seconds": seconds,
         "receiver_budget_mib": RECEIVER_BUDGET // 2**20, "sender_budget_mib": SENDER_BUDGET // 2**20,
-        "receiver_peak_mib": peak // 2**20, "receiver_own_peak_mib": own_peak // 2**20,
+        "receiver_peak_mib": peak // 2**20, "receiver_own_peak_mib": peaks.own // 2**20,
+        "receiver_peak_consists_of_mib": {part: nbytes // 2**20 for part, nbytes in peaks.parts.items()},
         "sender_peak_mib": sender_peak // 2**20,
-        "receiver_peak_vs_budget": round(peak / RECEIVER_BUDGET, 3),
-        "sender_peak_vs_budget": round(sender_peak / SENDER_BUDGET, 3),
+        "ratios": {"receiver_peak_vs_budget": round(peak / RECEIVER_BUDGET, 3),
+                   "sender_peak_vs_budget": round(sender_peak / SENDER_BUDGET, 3)},
         "samples": stats.received_samples, "lost": len(wanted - set(ids)), "twice": len(ids) - len(set(ids)),
         "targets_held_back_s": {name: round(reports[name]["blocked_s"], 1) for name in ("shared", "frames")},
         "flood": reports["flood"],

@@ -3,7 +3,7 @@
 `python -m benchmarks.recipes --samples FILE` captures configs/demo.yaml's prompts once with the product's target
 worker, then plays them to each recipe in the run's order, through the trainer's own buffer, learner and learning
 rates. A recipe is a quoted list of overrides of that config, `'trainer.learning_rate=3e-3 trainer.reuse=2'`; without
-any, RECIPES are compared. Processor seconds are counted, not time on the wall, so that a busy machine matters little.
+any, RECIPES are compared. Ratios are acceptance lengths against the first recipe's. Processor seconds are counted, not time on the wall, so that a busy machine matters little.
 """
 
 import argparse
@@ -88,7 +88,10 @@ def main() -> None:
             print(f"{recipe or CONFIG.name:60}", *(f"{c.acceptance_length:.3f} ({c.streamed} tokens, {c.cpu_s:.0f} s)"
                                                    for c in checks), sep="  ", flush=True)
     if options.json:
-        print(json.dumps({"results": results, "machine": machine()}))
+        first = results[0]["checks"][-1]["acceptance_length"]
+        ratios = {result["recipe"] or CONFIG.name: round(result["checks"][-1]["acceptance_length"] / first, 3)
+                  for result in results}
+        print(json.dumps({"ratios": ratios, "results": results, "machine": machine()}))
 
 
 def beginning(samples: list[Known], tokens: int | None) -> list[Known]:
