@@ -226,9 +226,11 @@ class Coordinator:
         """A receiver refused a served request's states."""
         self.observer.refused(reason)
 
-    async def traffic_report(self, found: list[dict]) -> None:
-        """What each replica captured: `workers.server.Replica.traffic`."""
+    async def traffic_report(self, found: list[dict]) -> bool:
+        """What each replica captured: `workers.server.Replica.traffic`. Returns whether training goes on, and does not
+        rest."""
         self.observer.traffic_captured(found)
+        return self.stopping is None and not self.observer.traffic.resting
 
     async def link(self, name: str, url: str) -> None:
         self.observer.links[name] = url

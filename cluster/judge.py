@@ -98,7 +98,9 @@ class Judge:
                     await self.pool.capture(replica["replica"], receivers)
                 except ReplicaGone:
                     continue
-        await self.coordinator.traffic_report(found)
+        training = await self.coordinator.traffic_report(found)
+        if self.config.traffic.second_answers:
+            await self.pool.second_answers(training)
 
     async def _first(self) -> Export | None:
         """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""

@@ -143,10 +143,11 @@ class Observer:
         for replica in found:
             left_out.update(replica.get("left_out", {}))
         totals = {name: sum(replica.get(name, 0) for replica in found)
-                  for name in ("requests", "excluded", "sampled", "sent", "sent_tokens")}
+                  for name in ("requests", "excluded", "sampled", "second_answers", "sent", "sent_tokens")}
         self.traffic = replace(self.traffic, **totals, left_out=dict(left_out))
         self.metrics.record({"traffic_requests_total": totals["requests"], "traffic_excluded_total": totals["excluded"],
-                             "traffic_sampled_total": totals["sampled"], "traffic_sent_tokens_total": totals["sent_tokens"]})
+                             "traffic_sampled_total": totals["sampled"], "traffic_second_answers_total": totals["second_answers"],
+                             "traffic_sent_tokens_total": totals["sent_tokens"]})
         for reason, number in left_out.items():
             self.metrics.record({"traffic_left_out_total": number}, labels={"reason": reason})
 

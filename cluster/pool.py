@@ -114,6 +114,10 @@ class Pool:
         """Have one replica stream sampled requests to these receivers. Raises ReplicaGone."""
         await self._ask_one(replica, "capture", [receivers], STATS_WAIT_S)
 
+    async def second_answers(self, wanted: bool) -> None:
+        """Tell every replica whether trainers have use for second answers just now."""
+        await self._ask(None, "second_answers", [wanted], STATS_WAIT_S)
+
     async def recent_prompts(self, count: int) -> list[list[int]]:
         """Token ids of up to `count` prompts sampled last, from all replicas in turn; kept in memory only."""
         answers = await self._ask(None, "recent_prompts", [count], STATS_WAIT_S)

@@ -132,6 +132,23 @@ def test_the_newest_requests_are_predicted_on_before_they_are_trained(closing):
     assert [id for (deliveries, rank) in told.of("arrived") for id, _ in deliveries] == [f"s{number}" for number in range(10)]
 
 
+def test_a_second_answer_is_not_predicted_on_and_waits_as_long_as_the_first(closing):
+    intake, _ = intake_of(closing, Told(), lambda: 0.0, window=4)
+    windows, trained = [], []
+    for place in (0, 1, 2, "0 again", 3, 4, "2 again", 5, "5 again", 6):
+        id = f"traffic-second-{place}" if isinstance(place, str) else f"traffic-{place}"
+        intake._keep(Entry(replace(make_sample(0, 20), id=id), "taught"), resting=False)
+        windows.append([entry.sample.id for entry in intake.newest()])
+        trained.append([id.rpartition("-")[2] for id in intake.buffer.entries])
+    assert windows[-1] == ["traffic-3", "traffic-4", "traffic-5", "traffic-6"] and windows[4] == [f"traffic-{n}" for n in range(4)]
+    assert trained[4] == [] and trained[5] == ["0"] and trained[7] == ["0", "1"]
+    assert trained[9] == ["0", "1", "2", "0 again"]  # "2 again" came after "3", which is still predicted on
+    assert intake.arrivals == 7
+    intake.rank = 1
+    intake._keep(Entry(replace(make_sample(0, 20), id="traffic-second-x"), "taught"), resting=False)
+    assert "traffic-second-x" in intake.buffer.entries
+
+
 def test_other_ranks_train_at_once(closing):
     intake, sender = intake_of(closing, Told(), lambda: 0.0)
     intake.rank = 1
@@ -189,7 +206,7 @@ def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
     config = build({"target": {"model": "x"}, "data": {"train": ["demo"]},
                     "traffic": {"fraction": 1, "window": 8, "rest_after": 2, "blend": [0.5]}}, "test")
     intake = TrafficIntake(config, 0, EXPECT, told, lambda sample: "taught")
-    intake.window.extend(SimpleNamespace(sample=f"sample{place}", statistics="taught") for place in range(8))
+    intake.window.extend(SimpleNamespace(sample=SimpleNamespace(id=f"sample{place}"), statistics="taught") for place in range(8))
     lengths = {"candidate": 1.30, "serving": 1.50, ("serving", "candidate", 0.5): 1.20}
     served = ServedTraffic(intake, ReuseBuffer(1, 1, 0), tmp_path, None, None, told,
                            lambda drafter, pairs: SimpleNamespace(walked=lengths[drafter]))

@@ -29,7 +29,8 @@ def live(target, tmp_path_factory):
     # A drafter that knows the answers: rounds accept, and at their ends reject.
     drafter = target.export(target.teach(target.fresh_drafter(1)), tmp_path_factory.mktemp("drafters"), 1)
     config = target.config()
-    config = build(config.model_dump() | {"traffic": {"fraction": 1.0, "prefer_low_acceptance": 0.0, "opt_out_key": "quiet"},
+    config = build(config.model_dump() | {"traffic": {"fraction": 1.0, "prefer_low_acceptance": 0.0, "opt_out_key": "quiet",
+                                                      "second_answers": 1},
                                           "drafter": {"init_from": drafter}, "capture": {"layer_ids": list(LAYER_IDS)}}, "test")
     live = LiveReplica(config, target.path, drafter, api_key="hush")
     yield live
@@ -107,6 +108,30 @@ def test_states_of_concurrent_requests_are_the_targets_and_answers_are_unchanged
     for prompt, text in zip(target.prompts, texts):
         check(target, found[tuple(text)], text, len(prompt))
     assert counts(live)["sent"] >= len(texts)
+
+
+def test_second_answers_are_captured_and_counted_apart(live, receiver, target):
+    live.replica.sampling.second.prompts.clear()
+    prompts, found = target.prompts[4:6], []
+    ask(live, prompts)
+    firsts = take(receiver, 2)
+    before, generated = counts(live), live.replica.stats()["generated"]
+
+    def answer_again():
+        live.replica.second_answers(True)
+        found.extend(take(receiver, 2))
+
+    _, rounds = live.acceptance(answer_again)
+    live.replica.second_answers(False)
+    assert rounds == 0 and live.replica.stats()["generated"] > generated
+    after = counts(live)
+    assert [after[key] - before[key] for key in ("requests", "sampled", "second_answers", "sent")] == [0, 0, 2, 2]
+    for sample in found:
+        text = sample.token_ids.tolist()
+        prompt = next(prompt for prompt in prompts if text[:len(prompt)] == prompt)
+        assert sample.id.startswith("traffic-second-") and text not in target.texts
+        check(target, sample, text, len(prompt))
+    assert not any(sample.id.startswith("traffic-second-") for sample in firsts)
 
 
 def test_a_limit_inside_an_accepted_round_cuts_the_sample(live, receiver, target):

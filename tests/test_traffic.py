@@ -133,6 +133,27 @@ def test_the_sieve_knows_duplicates_and_prefers_what_is_drafted_badly():
     assert [Sieve(0.0, 1).refuse(sample([place], length)) for place, length in enumerate((1.0, 3.0, 5.0))] == [None] * 3
 
 
+def test_a_prompt_always_goes_to_the_same_rank_and_ranks_get_alike_many():
+    sieve = Sieve(0.0, seed=1)
+
+    def answer(prompt, *tokens):
+        n = 2 + len(tokens)
+        return Taken(torch.tensor([prompt, 7, *tokens], dtype=torch.int32), torch.tensor([0, 0] + [1] * len(tokens)),
+                     torch.zeros(n - 1, 1, 1), torch.zeros(n - 1, 1), None)
+
+    ranks = [sieve.share(answer(prompt, 1, 2), 4) for prompt in range(400)]
+    assert ranks == [sieve.share(answer(prompt, 3), 4) for prompt in range(400)]
+    assert all(abs(ranks.count(rank) - 100) < 4 * math.sqrt(75) for rank in range(4))
+
+
+def test_the_acceptance_of_a_second_answer_is_nobodys():
+    for second, expected in ((False, 2.0), (True, None)):
+        trail = Trail(2, 100, second=second)
+        trail.add(piece(0, [1, 2], [3]))
+        trail.add(piece(2, [3, 4], [4, 5], drafted=1))
+        assert trail.finish().acceptance_length == expected
+
+
 def test_the_allowance_is_a_rate():
     now = [0.0]
     allowance = Allowance(100, clock=lambda: now[0])

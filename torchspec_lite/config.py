@@ -53,6 +53,8 @@ class Config(Section):
     def _traffic_can_be_learned_from(self):
         if self.traffic.fraction and not self.serve.replicas:
             raise ValueError("traffic.fraction captures what serving replicas answer; set serve.replicas to 1 or more")
+        if self.traffic.second_answers and self.serve.external:
+            raise ValueError("traffic.second_answers: engines of others (serve.external) answer their users only; set 0")
         if self.traffic.fraction and not self.data.train and not self.drafter.init_from:
             raise ValueError("traffic.fraction without data.train needs a drafter to serve from the start: set "
                              "drafter.init_from to its folder, or data.train to some prompts")

@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
         _counter("traffic_requests_total", "requests", "Users' requests, with capture on."),
         _counter("traffic_excluded_total", "requests", "Requests whose sender forbade capture."),
         _counter("traffic_sampled_total", "requests", "Requests chosen for capture."),
+        _counter("traffic_second_answers_total", "requests", "Answers that the target gave for the trainers alone."),
         _counter("traffic_sent_tokens_total", "tokens", "Tokens of served requests sent to the trainers."),
         _counter("traffic_left_out_total", "requests", "Requests chosen and not sent, by the kind of reason.", "reason"),
         # versions and serving

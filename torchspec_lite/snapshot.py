@@ -90,6 +90,8 @@ class Traffic:
     excluded: int = 0
     """Requests whose sender forbade capture."""
     sampled: int = 0
+    second_answers: int = 0
+    """Answers to sampled prompts that the target gave for the trainers alone."""
     sent: int = 0
     sent_tokens: int = 0
     left_out: dict[str, int] | None = None

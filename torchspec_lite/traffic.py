@@ -11,6 +11,8 @@ import torch
 
 from torchspec_lite.sample import MIN_ANSWER_TOKENS
 
+FIRST_ANSWER, SECOND_ANSWER = "traffic-", "traffic-second-"
+"""How ids of samples begin: of what a user got, and of another answer of the target to the same prompt."""
 REMEMBERED = 1 << 16
 MEAN_OVER = 100.0
 
@@ -36,13 +38,15 @@ class Piece:
 
 @dataclass
 class Trail:
-    """The pieces of one running request. `longest`: tokens of a sample; older rows are let go."""
+    """The pieces of one running request. `longest`: tokens of a sample; older rows are let go. `second`: no user's, see
+    workers.second_answers; its acceptance says nothing of users' requests."""
 
     prompt_tokens: int
     longest: int
     max_tokens: int | None = None
     min_tokens: int = 0
     stops: frozenset[int] = frozenset()
+    second: bool = False
     pieces: list[Piece] = field(default_factory=list)
     rows: int = 0
     nbytes: int = 0
@@ -102,7 +106,7 @@ class Trail:
         if int(answer.sum()) < MIN_ANSWER_TOKENS or int(answer[1:].sum()) < MIN_ANSWER_TOKENS - 1:
             return None
         return Taken(tokens.to(torch.int32), answer, states[:, :-1].contiguous(), states[:, -1].contiguous(),
-                     1 + self.accepted / self.rounds if self.rounds else None)
+                     1 + self.accepted / self.rounds if self.rounds and not self.second else None)
 
     def _end(self, first: int, tokens: torch.Tensor) -> int:
         """Where what the user got ends: a round may accept drafts past the end of turn or past `max_tokens`."""
@@ -187,7 +191,7 @@ class Sieve:
 
     def refuse(self, taken: Taken) -> str | None:
         """The reason to leave a request out, None to send it."""
-        text = hashlib.blake2b(taken.token_ids.numpy().tobytes(), digest_size=16, key=self.key).digest()
+        text = self._digest(taken.token_ids)
         if text in self.seen:
             self.seen.move_to_end(text)
             return "duplicate"
@@ -202,17 +206,26 @@ class Sieve:
             return "drafted_well"
         return None
 
+    def share(self, taken: Taken, parts: int) -> int:
+        """Which of the trainer ranks gets a request: for the same prompt always the same one, since the first rank predicts
+        on requests before their like is trained."""
+        return int.from_bytes(self._digest(taken.token_ids[taken.mask == 0])) % parts
+
+    def _digest(self, token_ids: torch.Tensor) -> bytes:
+        return hashlib.blake2b(token_ids.numpy().tobytes(), digest_size=16, key=self.key).digest()
+
 
 @dataclass
 class TrafficStats:
     """Counts since the start. `left_out`: requests that were sampled and not sent, by reason."""
 
     sampled: int = 0
+    second_answers: int = 0
     sent: int = 0
     sent_tokens: int = 0
     sent_bytes: int = 0
     left_out: Counter = field(default_factory=Counter)
 
     def values(self) -> dict:
-        return {"sampled": self.sampled, "sent": self.sent, "sent_tokens": self.sent_tokens,
+        return {"sampled": self.sampled, "second_answers": self.second_answers, "sent": self.sent, "sent_tokens": self.sent_tokens,
                 "sent_bytes": self.sent_bytes, "left_out": dict(self.left_out)}

@@ -4,8 +4,10 @@ import hmac
 import random
 import time
 from collections import deque
+from contextlib import aclosing
 from contextvars import ContextVar
 
+from workers.second_answers import SecondAnswers
 from workers.serving_capture import MARK
 
 HEADER = b"x-torchspec-lite-capture"
@@ -43,13 +45,14 @@ class Sampling:
     """Chooses this share of an engine's requests for capture, as they come in, and forbids it for the others.
 
     Sampled ones read nothing from the prefix cache with `whole_prompts`, so that all their states are computed. Their
-    newest prompts are remembered for `max_age_s`, to measure drafters on.
+    newest prompts are remembered for `max_age_s`, to measure drafters on. `second` answers them once more, if set.
     """
 
     def __init__(self, fraction: float, whole_prompts: bool, max_age_s: float):
         self.fraction, self.whole_prompts, self.max_age_s = fraction, whole_prompts, max_age_s
         self.random = random.Random()
         self.requests = self.excluded = 0
+        self.second: SecondAnswers | None = None
         self.prompts: deque[tuple[float, list[int]]] = deque(maxlen=PROMPTS_KEPT)
 
     def mark_requests_of(self, engine) -> None:
@@ -57,7 +60,11 @@ class Sampling:
         generate = engine.generate
 
         def marked(prompt, sampling_params, *args, **options):
-            return generate(prompt, self._mark(prompt, sampling_params), *args, **options)
+            params = self._mark(prompt, sampling_params)
+            answers = generate(prompt, params, *args, **options)
+            if self.second is None or not params.extra_args[MARK] or "prompt_token_ids" not in prompt:
+                return answers
+            return self._then_again(answers, list(prompt["prompt_token_ids"]), params.max_tokens)
 
         engine.generate = marked
 
@@ -78,3 +85,10 @@ class Sampling:
         if chosen and "prompt_token_ids" in prompt:
             self.prompts.append((time.monotonic(), list(prompt["prompt_token_ids"])))
         return params
+
+    async def _then_again(self, answers, prompt: list[int], max_tokens: int | None):
+        """The outputs of a request; one that was answered whole may be answered again."""
+        async with aclosing(answers):
+            async for output in answers:
+                yield output
+        self.second.remember(prompt, max_tokens)

@@ -9,6 +9,8 @@ from torchspec_lite.break_even import Paying
 
 BREAK_EVEN = "break_even"
 """Key of vLLM's `additional_config` that holds `serve.break_even`."""
+SECOND_ANSWER = 2
+"""Priority of second answers (`workers.second_answers`): behind users' requests (0), shadow prompts and probes (1)."""
 
 
 class CaptureScheduler(Scheduler):
@@ -23,13 +25,31 @@ class CaptureScheduler(Scheduler):
         """Drop the drafts of a step; the states were stored when they were made."""
 
 
+class _CountsUsers:
+    """Leaves the draft rounds of second answers out of vLLM's statistics: acceptance there, sampled and for nobody, would pass
+    for users'."""
+
+    def make_spec_decoding_stats(self, stats, *args, request_id: str, **options):
+        if self.requests[request_id].priority >= SECOND_ANSWER:
+            return stats
+        return super().make_spec_decoding_stats(stats, *args, request_id=request_id, **options)
+
+
+class CountingScheduler(_CountsUsers, Scheduler):
+    """Without asynchronous scheduling, as on a CPU."""
+
+
+class AsyncCountingScheduler(_CountsUsers, AsyncScheduler):
+    """With asynchronous scheduling, as on a GPU. Written from vLLM 0.32's source; it was not run."""
+
+
 class _DraftsWherePaying:
     """Drafts only at loads where it pays, by the acceptance of the latest rounds (`serve.max_concurrency_for_speculation:
     auto`).
 
     It rewrites vLLM's own table of drafts by batch size, which vLLM reads once a step; so drafting resumes where it left
-    off, and the drafter's keys and values are written all the while. Requests of low priority (shadow prompts, probes) are
-    there to be drafted for, and always are.
+    off, and the drafter's keys and values are written all the while. Shadow prompts and probes are there to be drafted for,
+    and always are.
     """
 
     def __init__(self, vllm_config, *args, **options):
@@ -39,7 +59,7 @@ class _DraftsWherePaying:
 
     def schedule(self, *args, **options) -> SchedulerOutput:
         most = self.paying.step()
-        if most is None or any(request.priority > 0 for request in self.running):
+        if most is None or any(0 < request.priority < SECOND_ANSWER for request in self.running):
             most = len(self.dynamic_sd_lookup)
         self.dynamic_sd_lookup[:] = [self.num_spec_tokens if running <= most else 0
                                      for running in range(len(self.dynamic_sd_lookup))]
@@ -52,9 +72,9 @@ class _DraftsWherePaying:
                                                 num_accepted_tokens=num_accepted_tokens, **options)
 
 
-class ServingScheduler(_DraftsWherePaying, Scheduler):
+class ServingScheduler(_CountsUsers, _DraftsWherePaying, Scheduler):
     """Without asynchronous scheduling, as on a CPU."""
 
 
-class AsyncServingScheduler(_DraftsWherePaying, AsyncScheduler):
+class AsyncServingScheduler(_CountsUsers, _DraftsWherePaying, AsyncScheduler):
     """With asynchronous scheduling, as on a GPU. Written from vLLM 0.32's source; it was not run."""

@@ -59,7 +59,7 @@ class ServedTraffic:
         compare on. On offer are the trained weights and those `traffic.blend` of the way to them, from the version that
         served when training began or woke."""
         serving = self._serving()
-        if serving is None or len(self.intake.window) < LEAST_WINDOW:
+        if serving is None or len(self.intake.newest()) < LEAST_WINDOW:
             return None
         self.anchor = self.anchor or serving
         offers = [drafter, *(blend(self.anchor, drafter, share) for share in self.intake.options.blend)]
@@ -94,10 +94,10 @@ class ServedTraffic:
         return True
 
     def _report(self, serving: float, candidate: float | None) -> None:
-        self.coordinator.tell("pace", PaceReport(len(self.intake.window), serving, candidate, self.pace.resting))
+        self.coordinator.tell("pace", PaceReport(len(self.intake.newest()), serving, candidate, self.pace.resting))
 
     def _on_window(self, drafter: Drafter) -> Prediction | None:
-        return self.predict(drafter, [(entry.sample, entry.statistics) for entry in self.intake.window])
+        return self.predict(drafter, [(entry.sample, entry.statistics) for entry in self.intake.newest()])
 
     def _serving(self) -> Drafter | None:
         version = self.coordinator.call("serving_version")

@@ -30,6 +30,7 @@ from workers.draft_stats import DraftCounter, DraftMetrics
 from workers.engine import engine_args
 from workers.refusal import SwapRefused
 from workers.scheduler import BREAK_EVEN
+from workers.second_answers import SecondAnswers
 from workers.tap import SETTING
 from workers.target_address import ReceiverAddress, written_down
 
@@ -88,6 +89,10 @@ class Replica:
         if config.traffic.fraction:
             traffic = config.traffic
             replica.sampling = Sampling(traffic.fraction, traffic.whole_prompts, traffic.max_age_s)
+            if traffic.second_answers:
+                replica.sampling.second = SecondAnswers(
+                    engine.generate, lambda: counter.running + counter.waiting, name, traffic.second_answers,
+                    traffic.second_answers_below, config.data.max_length, traffic.max_age_s)
             replica.sampling.mark_requests_of(engine)
         app.state.openai_serving_models = _ModelsWithDrafter(engine, model_name, target_dir, replica)
         REGISTRY.register(replica._metrics)
@@ -163,6 +168,11 @@ class Replica:
         """Token ids of the prompts sampled last that are not too old, newest first; they are in memory only."""
         return self.sampling.recent(count)
 
+    def second_answers(self, wanted: bool) -> None:
+        """Whether trainers have use for second answers (`traffic.second_answers`) just now."""
+        if self.sampling.second is not None:
+            self.sampling.second.want(wanted)
+
     async def traffic(self) -> dict:
         """What was captured: {replica, requests, excluded} and, while it captures, `Courier.values()`."""
         found = next((values for values in await self._all_ranks_plain("capture_stats") if values), {})
@@ -187,6 +197,8 @@ class Replica:
         if self._metrics is not None:
             REGISTRY.unregister(self._metrics)
             self._metrics = None
+            if self.sampling.second is not None:
+                self.sampling.second.close()
             self.engine.shutdown()
             self._keys.cleanup()
 
@@ -237,7 +249,7 @@ def serving_args(config: Config, target_dir: str, version_dir: str) -> dict:
         "scheduling_policy": "priority",
         "speculative_config": speculative_config(serve, version_dir),
         "additional_config": {SETTING: config.traffic.fraction > 0, BREAK_EVEN: serve.break_even},
-    } | _scheduler(serve)
+    } | _scheduler(serve, config.traffic.second_answers > 0)
 
 
 def speculative_config(serve: ServeConfig, version_dir: str) -> dict:
@@ -253,11 +265,16 @@ def speculative_config(serve: ServeConfig, version_dir: str) -> dict:
     return chosen
 
 
-def _scheduler(serve: ServeConfig) -> dict:
-    """The scheduler that switches drafting by itself, where that is asked for and there is anything to switch."""
-    if serve.max_concurrency_for_speculation != "auto" or serve.max_num_seqs == 1:
+def _scheduler(serve: ServeConfig, second_answers: bool) -> dict:
+    """The scheduler that switches drafting by itself, where that is asked for and there is anything to switch; where
+    second answers are given, one that does not count their rounds."""
+    if serve.max_concurrency_for_speculation == "auto" and serve.max_num_seqs > 1:
+        kind = "ServingScheduler"
+    elif second_answers:
+        kind = "CountingScheduler"
+    else:
         return {}
-    return {"scheduler_cls": f"workers.scheduler.{'AsyncServingScheduler' if serve.gpus else 'ServingScheduler'}"}
+    return {"scheduler_cls": f"workers.scheduler.{'Async' if serve.gpus else ''}{kind}"}
 
 
 def _draft_counts(metrics) -> dict:

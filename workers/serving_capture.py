@@ -20,12 +20,14 @@ from torchspec_lite.keys import load_keys
 from torchspec_lite.sample import Sample, SampleError
 from torchspec_lite.stream import Sender, StreamError
 from torchspec_lite.target import describe
-from torchspec_lite.traffic import Allowance, Sieve, Taken, TrafficStats, Trail
+from torchspec_lite.traffic import FIRST_ANSWER, SECOND_ANSWER, Allowance, Sieve, Taken, TrafficStats, Trail
 from workers.capture_settings import CaptureSettings
 from workers.tap import SETTING, prepared
 
 MARK = "torchspec_lite_capture"
 """In a request's `extra_args`: true asks for it to be captured, false forbids it; without it `fraction` decides."""
+SECOND = "second"
+"""The mark of a second answer (`workers.second_answers`), which is captured too."""
 NO = frozenset({"false", "0", "no", "off"})
 CLOSE_WAIT_S = 10.0
 
@@ -67,7 +69,7 @@ class ServingCapture:
 
 
 class Courier:
-    """Watches sampled requests, makes samples of those that end and sends them, in turn to each trainer rank."""
+    """Watches sampled requests, makes samples of those that end and sends them, shared out among the trainer ranks."""
 
     def __init__(self, settings: CaptureSettings, fingerprint: str, receivers: list[tuple[str, str | None]],
                  stats: TrafficStats):
@@ -93,8 +95,10 @@ class Courier:
         mark = (sampling.extra_args or {}).get(MARK)
         if mark is not None and str(mark).lower() in NO or mark is None and not self.random.random() < self.settings.fraction:
             return
+        second = mark == SECOND
         with self.lock:
-            self.stats.sampled += 1
+            self.stats.sampled += not second
+            self.stats.second_answers += second
             if self.waiting_bytes > self.settings.budget_bytes:
                 self.stats.left_out["trainers_behind"] += 1
                 return
@@ -103,7 +107,7 @@ class Courier:
                 return
         stops = {*(sampling.stop_token_ids or ()), *([] if sampling.eos_token_id is None else [sampling.eos_token_id])}
         self.trails[request] = Trail(len(prompt), self.settings.longest, sampling.max_tokens, sampling.min_tokens,
-                                     frozenset(stops))
+                                     frozenset(stops), second)
 
     def watches(self, request: str) -> bool:
         return request in self.trails
@@ -123,26 +127,24 @@ class Courier:
     # The thread's side
 
     def _work(self) -> None:
-        turn = 0
         while (trail := self.waiting.get()) is not None:
             held = trail.nbytes
             try:
                 if self.closing:
                     self._leave_out("lost")
                 else:
-                    self._deliver(trail, self.senders[turn % len(self.senders)])
-                    turn += 1
+                    self._deliver(trail)
             finally:
                 with self.lock:
                     self.waiting_bytes -= held
 
-    def _deliver(self, trail: Trail, sender: Sender) -> None:
+    def _deliver(self, trail: Trail) -> None:
         taken = trail.finish()
         reason = "no_answer" if taken is None else self.sieve.refuse(taken)
         if reason is None:
             try:
-                sample = self._sample(taken)
-                sender.send(sample)
+                sample = self._sample(taken, trail.second)
+                self.senders[self.sieve.share(taken, len(self.senders))].send(sample)
                 with self.lock:
                     self.stats.sent += 1
                     self.stats.sent_tokens += sample.tokens
@@ -159,8 +161,8 @@ class Courier:
         with self.lock:
             self.stats.left_out[reason] += count
 
-    def _sample(self, taken: Taken) -> Sample:
-        return Sample(id=f"traffic-{uuid.uuid4().hex}", attempt=1, ordinal=int(time.time() * 1000), purpose="traffic",
+    def _sample(self, taken: Taken, second: bool) -> Sample:
+        return Sample(id=f"{SECOND_ANSWER if second else FIRST_ANSWER}{uuid.uuid4().hex}", attempt=1, ordinal=int(time.time() * 1000), purpose="traffic",
                       fingerprint=self.fingerprint, layer_ids=self.settings.layer_ids, token_ids=taken.token_ids,
                       mask=taken.mask, aux=taken.aux, last=taken.last)
 

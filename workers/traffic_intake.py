@@ -10,6 +10,7 @@ from torchspec_lite.reuse import Entry, ReuseBuffer
 from torchspec_lite.sample import Expectation, Sample
 from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.teacher import TeacherStatistics
+from torchspec_lite.traffic import SECOND_ANSWER
 
 Teach = Callable[[Sample], TeacherStatistics]
 
@@ -18,7 +19,8 @@ class TrafficIntake:
     """Memory only: nothing of a served request is written anywhere. `teach` works out a sample's teacher statistics.
 
     On rank 0 the newest requests are the window, which is predicted on; what leaves it waits in the buffer for its passes,
-    so everything is predicted on before it is trained. What is older than `traffic.max_age_s` leaves both.
+    so everything is predicted on before it is trained. A second answer is not predicted on, but waits as long as the first
+    one, which came before it. What is older than `traffic.max_age_s` leaves both.
     """
 
     def __init__(self, config: Config, rank: int, expect: Expectation, coordinator, teach: Teach,
@@ -39,6 +41,10 @@ class TrafficIntake:
         self.receiver = Receiver(host, stream.budget_mib << 20, stream.max_samples, self.expect, keys,
                                  stream.heartbeat_s, stream.shared_memory, unencrypted=unencrypted)
         return self.receiver.endpoint
+
+    def newest(self) -> list[Entry]:
+        """What is predicted on: the window without second answers."""
+        return [entry for entry in self.window if not _is_second(entry)]
 
     def fill(self, wait_s: float, resting: bool = False) -> bool:
         """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting` no more than another
@@ -67,16 +73,24 @@ class TrafficIntake:
         return True
 
     def _keep(self, entry: Entry, resting: bool) -> None:
-        self.arrivals += 1
+        self.arrivals += not _is_second(entry)
         self.came[entry.sample.id] = self.clock()
+        leaving = [entry]
         if self.rank == 0:
             self.window.append(entry)
-            if len(self.window) <= self.options.window:
-                return
-            entry = self.window.popleft()
-        while resting and (len(self.buffer) >= self.options.window or not self.buffer.has_room()):
-            self._drop(next(iter(self.buffer.entries)), "newer_came")
-        self.buffer.add(entry)
+            leaving = self._pushed_out()
+        for entry in leaving:
+            while resting and (len(self.buffer) >= self.options.window or not self.buffer.has_room()):
+                self._drop(next(iter(self.buffer.entries)), "newer_came")
+            self.buffer.add(entry)
+
+    def _pushed_out(self) -> list[Entry]:
+        """What leaves the window, oldest first: more requests than it has place for, and second answers to those that left."""
+        left, over = [], len(self.newest()) - self.options.window
+        while self.window and (over > 0 or _is_second(self.window[0])):
+            left.append(self.window.popleft())
+            over -= not _is_second(left[-1])
+        return left
 
     def count_pass(self, entries: list[Entry]) -> list[Entry]:
         """As `ReuseBuffer.count_pass`: those done leave the memory."""
@@ -112,3 +126,7 @@ class TrafficIntake:
     def close(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
+
+
+def _is_second(entry: Entry) -> bool:
+    return entry.sample.id.startswith(SECOND_ANSWER)

@@ -183,6 +183,7 @@ def traffic(view: View) -> str:
         ("requests", f"{found.requests:,}", "traffic-requests"),
         ("excluded by their sender", f"{found.excluded:,}", "traffic-excluded"),
         ("sampled", f"{found.sampled:,} ({share:.0%})", "traffic-sampled"),
+        ("answered once more", f"{found.second_answers:,}", "traffic-second"),
         ("sent to the trainers", f"{found.sent:,}", "traffic-sent"),
         ("trained for good", f"{samples.get('durable', 0):,}", "traffic-durable"),
         ("kept to measure", f"{found.window:,}", "traffic-window"),
