@@ -132,3 +132,9 @@ def test_every_key_is_known_and_explained():
     keys = config.known_keys()
     assert {"target.model", "trainer.reuse", "serve.port", "trainer"} <= set(keys)
     assert len(keys) == len(set(keys))
+
+
+def test_engines_of_others_give_no_second_answers():
+    said = refusal(lambda: config.build({"target": {"model": "a"}, "serve": {"external": ["http://127.0.0.1:8000"]},
+                                         "traffic": {"second_answers": 1}}, "here"))
+    assert "traffic.second_answers" in said and "set 0" in said

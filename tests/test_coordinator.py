@@ -11,7 +11,7 @@ from torchspec_lite.config import build
 from torchspec_lite.errors import UserError
 from torchspec_lite.parity import ParityProbe
 from torchspec_lite.snapshot import read_snapshot
-from workers.reports import Export, TrainerReport
+from workers.reports import Export, PaceReport, TrainerReport
 
 
 def write_prompts(path, name, number):
@@ -198,6 +198,24 @@ def test_the_newest_export_is_tried_and_comes_back_whole(make):
         await coordinator.version_state(2, "promoted", "better")
         assert await coordinator.next_export(False) is None
         assert await coordinator.newest_promoted() == export(2, [probe])
+
+    asyncio.run(story())
+
+
+def test_second_answers_are_wanted_while_training_goes_on(make):
+    coordinator = make()
+
+    async def wanted():
+        return await coordinator.traffic_report([{"replica": "a", "second_answers": 3}, {"replica": "b"}])
+
+    async def story():
+        assert await wanted() and coordinator.observer.traffic.second_answers == 3
+        await coordinator.pace(PaceReport(16, 1.5, 1.5, True))
+        assert not await wanted()
+        await coordinator.pace(PaceReport(16, 1.3, None, False))
+        assert await wanted()
+        await coordinator.stop("enough")
+        assert not await wanted()
 
     asyncio.run(story())
 
