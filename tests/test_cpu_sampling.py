@@ -11,7 +11,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from workers.cpu_sampling import expand_batch_to_tokens, mend_cpu_sampling
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="this is about vLLM's CPU kernels")
+pytestmark = [pytest.mark.skipif(not current_platform.is_cpu(), reason="this is about vLLM's CPU kernels"),
+              pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")]
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
 REQUESTS = 6000
 

@@ -49,13 +49,14 @@ def receiver(live, target, request):
     receiver.close()
 
 
-def ask(live, prompts, allowed=True, cancel_after=None, **params) -> list[list[int]]:
-    """Texts of greedy answers to prompts sent together; `allowed` is the users' consent."""
+def ask(live, prompts, allowed=True, cancel_after=None, temperatures=(), **params) -> list[list[int]]:
+    """Texts of answers to prompts sent together, greedy but where `temperatures` says; `allowed` is the users' consent."""
     async def answer(number, prompt):
         consent.set(allowed)
         output = None
         async for output in live.replica.engine.generate({"prompt_token_ids": prompt}, SamplingParams(
-                temperature=0.0, max_tokens=params.get("max_tokens", ANSWER)), f"r{number}-{id(params)}"):
+                temperature=dict(enumerate(temperatures)).get(number, 0.0),
+                max_tokens=params.get("max_tokens", ANSWER)), f"r{number}-{id(params)}"):
             if cancel_after is not None and len(output.outputs[0].token_ids) >= cancel_after:
                 break
         return prompt + list(output.outputs[0].token_ids)
@@ -132,6 +133,11 @@ def test_second_answers_are_captured_and_counted_apart(live, receiver, target):
         assert sample.id.startswith("traffic-second-") and text not in target.texts
         check(target, sample, text, len(prompt))
     assert not any(sample.id.startswith("traffic-second-") for sample in firsts)
+
+
+def test_sampled_requests_leave_the_answers_beside_them_alone(live, target):
+    texts = ask(live, [*target.prompts, *target.prompts], temperatures=[0.0] * 6 + [1.0] * 6)
+    assert texts[:6] == target.texts and not any(text in target.texts for text in texts[6:])
 
 
 def test_a_limit_inside_an_accepted_round_cuts_the_sample(live, receiver, target):
