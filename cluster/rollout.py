@@ -20,8 +20,6 @@ from workers.reports import Export
 
 LOOK_FOR_TRAFFIC_S = 15.0
 """How long users' requests are waited for before the rest of the pool counts as idle."""
-RECENT_PROMPTS = 24
-"""Users' recent prompts that a version is compared on, where traffic is captured."""
 REPLICA_WAIT_S = 300.0
 """A replica that was lost comes back with the promoted version within this time."""
 RETRY_S = 1.0
@@ -131,7 +129,9 @@ class Rollout:
         try:
             for name in canaries:
                 await self._swap(name, export)
-            mismatch = await self._parity(canaries[0], export)
+            # With nobody beside the canaries only shadow prompts can tell: asked at once, beside the probes.
+            ahead = self.options.shadow_prompts if len(canaries) == len(replicas) else 0
+            mismatch, _ = await asyncio.gather(self._parity(canaries[0], export), self._ask(canaries[0], export, ahead))
             if mismatch:
                 return await self._roll_back(export, canaries, mismatch)
             decision, reason = await self._compare(export, canaries)
@@ -182,8 +182,8 @@ class Rollout:
         """Where traffic is captured, shadow prompts are recent ones of users: versions are made for present traffic."""
         if not self.config.traffic.fraction:
             return
-        recent = await self.pool.recent_prompts(RECENT_PROMPTS)
-        if len(recent) >= self.options.shadow_prompts:
+        recent = await self.pool.recent_prompts(self.options.shadow_prompts)
+        if len(recent) == self.options.shadow_prompts:
             self.ask(recent)
 
     def ask(self, prompts: list[list[int]]) -> None:
@@ -216,9 +216,10 @@ class Rollout:
         deadline, quiet = time.monotonic() + self.options.wait_s, time.monotonic() + LOOK_FOR_TRAFFIC_S
         new: list[Counts] = self.shadow.setdefault(export.version, [])
         asked = len(new)
+        ask_more = not asked  # what was asked ahead may do
         while True:
             live_new, live_old = await self._live(before, canaries, sum(new[asked:], Counts(0, ())))
-            if min(live_new.rounds, live_old.rounds) < self.options.min_rounds:
+            if ask_more and min(live_new.rounds, live_old.rounds) < self.options.min_rounds:
                 await self._ask(canaries[0], export, self.options.shadow_prompts)
             evidence = Evidence(live_new, live_old, new, self.shadow[self.serving.version][:len(new)])
             all_asked = len(new) == len(self.shadow_prompts)
@@ -228,6 +229,7 @@ class Rollout:
             decision, reason = decide(evidence, self.options, exhausted)
             if decision != "wait":
                 return decision, reason
+            ask_more = True
             if all_asked:
                 await asyncio.sleep(min(5.0, self.options.wait_s))  # only users' requests can tell more now
 

@@ -188,6 +188,21 @@ def test_the_newest_version_is_tried_that_came_while_the_serving_one_was_measure
     assert {version for version, _, _ in coordinator.states} == {2}
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_no_more_shadow_prompts_are_asked_than_decide(start, tmp_path, names):
+    pool = FakePool(names, LENGTHS)
+    rollout, _ = start(pool, min_rounds=80)
+    shadow, prompts = pool.shadow, []
+
+    async def counted(name, asked, most):
+        prompts.append((pool.running[name], len(asked)))
+        return await shadow(name, asked, most)
+
+    pool.shadow = counted
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted"
+    assert prompts == [("v000000", 8), ("v000001", 2)]  # two prompts have 80 rounds
+
+
 @pytest.mark.parametrize("version, predicted, where", [(2, 1.2, "worse"), (3, 1.2, "alarm")])
 def test_a_bad_version_is_rolled_back_and_never_leaves_the_canary(start, tmp_path, version, predicted, where):
     pool = FakePool(["a", "b"], LENGTHS)
