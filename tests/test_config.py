@@ -138,3 +138,10 @@ def test_engines_of_others_give_no_second_answers():
     said = refusal(lambda: config.build({"target": {"model": "a"}, "serve": {"external": ["http://127.0.0.1:8000"]},
                                          "traffic": {"second_answers": 1}}, "here"))
     assert "traffic.second_answers" in said and "set 0" in said
+
+
+def test_second_answers_leave_a_place_for_users():
+    target = {"target": {"model": "a"}, "serve": {"max_num_seqs": 8}}
+    said = refusal(lambda: config.build(target | {"traffic": {"second_answers": 1, "second_answers_below": 8}}, "here"))
+    assert "traffic.second_answers_below" in said and "serve.max_num_seqs" in said
+    assert config.build(target | {"traffic": {"second_answers": 1, "second_answers_below": 7}}, "here")

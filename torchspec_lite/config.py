@@ -55,6 +55,9 @@ class Config(Section):
             raise ValueError("traffic.fraction captures what serving replicas answer; set serve.replicas to 1 or more")
         if self.traffic.second_answers and self.serve.external:
             raise ValueError("traffic.second_answers: engines of others (serve.external) answer their users only; set 0")
+        if self.traffic.second_answers and self.traffic.second_answers_below >= self.serve.max_num_seqs:
+            raise ValueError("traffic.second_answers_below must be less than serve.max_num_seqs, so that a user's request "
+                             "always finds a place")
         if self.traffic.fraction and not self.data.train and not self.drafter.init_from:
             raise ValueError("traffic.fraction without data.train needs a drafter to serve from the start: set "
                              "drafter.init_from to its folder, or data.train to some prompts")

@@ -162,7 +162,8 @@ class Courier:
             self.stats.left_out[reason] += count
 
     def _sample(self, taken: Taken, second: bool) -> Sample:
-        return Sample(id=f"{SECOND_ANSWER if second else FIRST_ANSWER}{uuid.uuid4().hex}", attempt=1, ordinal=int(time.time() * 1000), purpose="traffic",
+        kind = SECOND_ANSWER if second else FIRST_ANSWER
+        return Sample(id=f"{kind}{uuid.uuid4().hex}", attempt=1, ordinal=int(time.time() * 1000), purpose="traffic",
                       fingerprint=self.fingerprint, layer_ids=self.settings.layer_ids, token_ids=taken.token_ids,
                       mask=taken.mask, aux=taken.aux, last=taken.last)
 
