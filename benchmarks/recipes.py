@@ -3,7 +3,8 @@
 `python -m benchmarks.recipes --samples FILE` captures configs/demo.yaml's prompts once with the product's target
 worker, then plays them to each recipe in the run's order, through the trainer's own buffer, learner and learning
 rates. A recipe is a quoted list of overrides of that config, `'trainer.learning_rate=3e-3 trainer.reuse=2'`; without
-any, RECIPES are compared. Ratios are acceptance lengths against the first recipe's. Processor seconds are counted, not time on the wall, so that a busy machine matters little.
+any, RECIPES are compared. Ratios are acceptance lengths against the first recipe's. Processor seconds are counted, not
+time on the wall, so that a busy machine matters little.
 """
 
 import argparse

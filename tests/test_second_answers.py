@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 from workers import second_answers
 from workers.consent import Sampling, consent
-from workers.scheduler import SECOND_ANSWER, CountingScheduler
+from workers.scheduler import SECOND_PRIORITY, CountingScheduler
 from workers.second_answers import SecondAnswers
 from workers.serving_capture import MARK, SECOND
 
@@ -59,7 +59,7 @@ def test_newest_prompts_are_answered_while_there_is_room():
         await settle()
         assert [prompt[0] for prompt, _, _ in engine.asked] == [4, 3, 2, 1, 0] and not second.prompts
         params, priority = engine.asked[0][1:]
-        assert (params.temperature, params.max_tokens, params.extra_args, priority) == (1.0, 50, {MARK: SECOND}, SECOND_ANSWER)
+        assert (params.temperature, params.max_tokens, params.extra_args, priority) == (1.0, 50, {MARK: SECOND}, SECOND_PRIORITY)
         second.close()
 
     asyncio.run(story())
@@ -84,6 +84,28 @@ def test_each_prompt_is_answered_as_often_as_asked_within_the_sample_and_not_whe
         second.begin()
         await settle()
         assert len(engine.asked) == 4 and not second.prompts
+        second.close()
+
+    asyncio.run(story())
+
+
+def test_old_prompts_are_forgotten_though_nobody_wants_them_answered(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(second_answers, "BETWEEN_S", 0.0)
+    monkeypatch.setattr(second_answers.time, "monotonic", lambda: now[0])
+
+    async def story():
+        engine = Engine()
+        second = answers(engine, max_age_s=10.0)
+        second.remember([1] * 4, 8)
+        now[0] = 6.0
+        second.remember([2] * 4, 8)
+        await settle()
+        assert len(second.prompts) == 2
+        now[0] = 10.5
+        while len(second.prompts) == 2:
+            await asyncio.sleep(0)
+        assert [asked.prompt[0] for asked in second.prompts] == [2] and not engine.asked
         second.close()
 
     asyncio.run(story())
@@ -147,6 +169,6 @@ def test_rounds_of_second_answers_do_not_count_as_served():
 
     scheduler = type("Counting", (CountingScheduler.__mro__[1], Plain), {})()
     scheduler.requests = {name: SimpleNamespace(priority=priority)
-                          for name, priority in (("user", 0), ("shadow", 1), ("second", SECOND_ANSWER))}
+                          for name, priority in (("user", 0), ("shadow", 1), ("second", SECOND_PRIORITY))}
     counted = [scheduler.make_spec_decoding_stats(10, num_draft_tokens=3, request_id=name) for name in scheduler.requests]
     assert counted == [13, 13, 10]

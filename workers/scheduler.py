@@ -9,7 +9,7 @@ from torchspec_lite.break_even import Paying
 
 BREAK_EVEN = "break_even"
 """Key of vLLM's `additional_config` that holds `serve.break_even`."""
-SECOND_ANSWER = 2
+SECOND_PRIORITY = 2
 """Priority of second answers (`workers.second_answers`): behind users' requests (0), shadow prompts and probes (1)."""
 
 
@@ -30,7 +30,7 @@ class _CountsUsers:
     for users'."""
 
     def make_spec_decoding_stats(self, stats, *args, request_id: str, **options):
-        if self.requests[request_id].priority >= SECOND_ANSWER:
+        if self.requests[request_id].priority >= SECOND_PRIORITY:
             return stats
         return super().make_spec_decoding_stats(stats, *args, request_id=request_id, **options)
 
@@ -59,7 +59,7 @@ class _DraftsWherePaying:
 
     def schedule(self, *args, **options) -> SchedulerOutput:
         most = self.paying.step()
-        if most is None or any(0 < request.priority < SECOND_ANSWER for request in self.running):
+        if most is None or any(0 < request.priority < SECOND_PRIORITY for request in self.running):
             most = len(self.dynamic_sd_lookup)
         self.dynamic_sd_lookup[:] = [self.num_spec_tokens if running <= most else 0
                                      for running in range(len(self.dynamic_sd_lookup))]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vllm import SamplingParams
 
 from torchspec_lite.sample import MIN_ANSWER_TOKENS
-from workers.scheduler import SECOND_ANSWER
+from workers.scheduler import SECOND_PRIORITY
 from workers.serving_capture import MARK, SECOND
 
 TEMPERATURE = 1.0
@@ -68,19 +68,25 @@ class SecondAnswers:
             await asyncio.sleep(BETWEEN_S)  # vLLM tells nobody when a request ends
             if self.wanted:
                 self.begin()
+            else:
+                self.forget_old()
+
+    def forget_old(self) -> None:
+        """Let go of prompts older than `max_age_s`, whether anybody wants them answered or not."""
+        oldest = time.monotonic() - self.max_age_s
+        while self.prompts and self.prompts[0].at < oldest:
+            self.prompts.popleft()
 
     def begin(self) -> None:
         """Ask for as many answers as there is room for."""
+        self.forget_old()
         # A request counts as running only after the engine's next step.
         room = self.below - max(self.load(), len(self.answering))
-        oldest = time.monotonic() - self.max_age_s
         while room > 0 and self.prompts:
             asked = self.prompts[-1]
             asked.left -= 1
-            if asked.left <= 0 or asked.at < oldest:
+            if not asked.left:
                 self.prompts.pop()
-            if asked.at < oldest:
-                continue
             task = asyncio.get_running_loop().create_task(self._answer(asked))
             self.answering.add(task)
             task.add_done_callback(self.answering.discard)
@@ -91,7 +97,7 @@ class SecondAnswers:
                                 detokenize=False, extra_args={MARK: SECOND})
         try:
             async for _ in self.generate({"prompt_token_ids": asked.prompt}, params, f"{self.name}-{uuid.uuid4().hex}",
-                                         priority=SECOND_ANSWER):
+                                         priority=SECOND_PRIORITY):
                 pass
         except Exception as error:  # whatever it is, no user's request is concerned
             log.warning("a second answer was given up: %s", type(error).__name__)
