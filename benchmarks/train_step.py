@@ -3,8 +3,8 @@
 `python -m benchmarks.train_step --json` prints one JSON object; `--grid` measures every case of the table, `--memory`
 the peak by document length. A step is all that a new sample costs: the target's statistics, forward, backward,
 clipping and AdamW. Repetitions of all contestants and of a bf16 matrix product are interleaved and medians are given,
-so that a busy machine slows all alike; at its turn each takes two steps and the second counts, as in a training run,
-where memory that another program's step gave back need not be fetched from the system again.
+so that a busy machine slows all alike; at its turn each takes steps for a second before one counts, as in a training
+run, where memory that another program's step gave back need not be fetched from the system again.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from torchspec_lite.unroll import unroll_loss
 TARGET = TargetInfo("", "SmolLM2-135M shapes", "", 576, 1536, 30, 9, 3, 64, 49152, 1e-5, 100000.0,
                     {"rope_type": "default", "rope_theta": 100000.0}, 8192)
 DECAY = 0.8
+WARM_S = 1.0   # at least one step, and steps for this long, before one counts
 SQUARE = 2048  # rows, columns and depth of the product that the machine's rate is taken from
 
 
@@ -136,11 +137,14 @@ def least_work(case: Case) -> float:
 
 
 def contest(contestants: dict, repetitions: int, clock=time.perf_counter) -> dict[str, float]:
-    """Median seconds of each contestant's step behind another of its own; rounds of all are interleaved."""
+    """Median seconds of each contestant's step behind others of its own; rounds of all are interleaved."""
     seconds = {name: [] for name in contestants}
     for _ in range(repetitions):
         for name, step in contestants.items():
+            warm = clock()
             step()
+            while clock() - warm < WARM_S:
+                step()
             start = clock()
             step()
             seconds[name].append(clock() - start)

@@ -26,12 +26,17 @@ def piece(function: Callable, compile: bool) -> Callable:
     return _fast(function) if compile else function
 
 
+@cache
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
+
+
 def outer(left: torch.Tensor, right: torch.Tensor, compile: bool) -> torch.Tensor:
     """left.T @ right [N, M] fp32 of left [S, N] and right [S, M], accumulated in fp32.
 
-    On a CPU the narrower factor is transposed in memory first: a transposed operand halves oneDNN's rate.
+    On a CPU with AMX the narrower factor is transposed in memory first: there a transposed operand halves oneDNN's rate.
     """
-    if left.device.type != "cpu" or left.dtype == torch.float32:
+    if left.device.type != "cpu" or left.dtype == torch.float32 or not _has_amx():
         return (left.t() @ right).float()
     if left.shape[1] <= right.shape[1]:
         return (left.t().contiguous() @ right).float()

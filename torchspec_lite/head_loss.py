@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torchspec_lite.batch import ROUND, Batch, Plan, round_up
 from torchspec_lite.compiling import outer, piece
 from torchspec_lite.losses import LOSSES
+from torchspec_lite.scratch import scratch
 from torchspec_lite.target import FrozenHead
 from torchspec_lite.teacher import first_largest, normed, restricted_head
 
@@ -46,7 +47,6 @@ def head_loss(outputs: torch.Tensor, weight: torch.Tensor, draft_ids: torch.Tens
     teacher = restricted_head(head, draft_ids, outputs.dtype)               # [D, Ht]
     chunk = max(ROUND, CHUNK_BYTES // (len(weight) * outputs.element_size()) // ROUND * ROUND)
     step, live, target, rows = (part.to(device) for part in (step, live, target, rows))
-    draft_buffer = torch.empty(min(chunk, -(-len(target) // ROUND) * ROUND), len(weight), dtype=outputs.dtype, device=device)
     for a in range(0, len(target), chunk):
         part = slice(a, a + chunk)
         count = len(target[part])
@@ -56,7 +56,8 @@ def head_loss(outputs: torch.Tensor, weight: torch.Tensor, draft_ids: torch.Tens
         p = piece(restricted_probabilities, compile)(logits, batch.target_lse[targets])
         scale = F.pad(scales[step[part]], (0, -count % ROUND))
         chosen = outputs[round_up(rows[part])]                              # [n, H]
-        draft = torch.mm(chosen, weight.t(), out=draft_buffer[:len(chosen)])  # [n, D]
+        draft = scratch(len(chosen), len(weight), chosen)                   # [n, D]
+        torch.mm(chosen, weight.t(), out=draft)
         losses, best = piece(_step_losses[loss], compile)(draft, p, round_up(place), scale)
         sums.index_add_(0, step[part], losses[:count])
         agreements[step[part], live[part]] = draft_ids[best[:count]] == batch.target_argmax[target[part]]

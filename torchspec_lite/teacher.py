@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchspec_lite.compiling import piece
+from torchspec_lite.scratch import scratch
 from torchspec_lite.target import FrozenHead
 
-CHUNK_BYTES = 1 << 25  # full-vocabulary logits held at once
+CHUNK_BYTES = 1 << 26  # full-vocabulary logits held at once
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,12 @@ def teacher_statistics(last: torch.Tensor, mask: torch.Tensor, head: FrozenHead,
     rows = (answer[:-1] & answer[1:]).nonzero().squeeze(1)                  # [J]
     lse = torch.zeros(len(last), device=last.device)
     argmax = torch.zeros(len(last), dtype=torch.int64, device=last.device)
-    chunk = max(16, CHUNK_BYTES // (head.lm_head.shape[0] * head.lm_head.element_size()))
-    for part in rows.split(chunk):
-        logits = F.linear(normed(last[part], head, head.lm_head.dtype), head.lm_head)  # [C, V]
+    most = max(16, CHUNK_BYTES // (head.lm_head.shape[0] * head.lm_head.element_size()))
+    chunks = -(-len(rows) // most)                                          # alike: a short one reads the head for few rows
+    for part in rows.tensor_split(chunks) if chunks else ():
+        states = normed(last[part], head, head.lm_head.dtype)
+        logits = scratch(len(part), len(head.lm_head), states)              # [C, V]
+        torch.mm(states, head.lm_head.t(), out=logits)
         lse[part], argmax[part] = piece(summary, compile)(logits)
     return TeacherStatistics(lse, argmax)
 

@@ -219,6 +219,13 @@ class _Chain:
             return self.own_keys[:places], self.own_values[:places]
         return self.own_keys[:places].index_select(2, index), self.own_values[:places].index_select(2, index)
 
+    @staticmethod
+    def _add_own(sums, index, gradient):
+        if len(index) == sums.shape[2]:
+            sums += gradient
+        else:
+            sums.index_add_(2, index, gradient)
+
     def backward(self, output_gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gradients of all parameters but `lm_head`, fp32, from that of `outputs`."""
         run, plan, parameters = self.run, self.run.plan, self.parameters
@@ -260,8 +267,8 @@ class _Chain:
             queries, own_k, own_v = self.attention.attend_backward(
                 by_heads, kept.attended, kept.lse, kept.queries, self.keys, self.values, own_keys, own_values,
                 part, key_gradient, value_gradient, run.compile)
-            own_key_gradient[:OWN + k].index_add_(2, part.index, own_k)
-            own_value_gradient[:OWN + k].index_add_(2, part.index, own_v)
+            self._add_own(own_key_gradient[:OWN + k], part.index, own_k)
+            self._add_own(own_value_gradient[:OWN + k], part.index, own_v)
             if k == 0:
                 whole = torch.zeros(self.kv_heads, len(plan.keys), self.group, self.width, dtype=run.dtype,
                                     device=queries.device)
