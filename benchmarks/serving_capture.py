@@ -4,6 +4,8 @@ that captures none.
 Two replicas with the same drafter answer the same prompts in turns, so that a busy machine slows both alike: one started
 without capture (as a pool whose traffic.fraction is 0), one started for it, whose fraction changes from round to round.
 A receiver in this process takes the samples and lets them go at once. Ratios are medians over the rounds.
+`second_answers_vs_plain`: all captured, and up to half as many requests again of the engine's own for the trainers
+(`traffic.second_answers`); only users' tokens count.
 
 In bf16 the order in which requests meet in a batch changes rounding, with capture or without: `answers_equal` of
 `answers_compared` answers are the same with all requests captured as with none, and `widest_parting` is by how many nats
@@ -28,7 +30,7 @@ from torchspec_lite.target_folder import cache_dir, resolve_target
 from workers.engine import engine_env
 from workers.target_address import ReceiverAddress
 
-SHARES = {"plain": None, "capture10": 0.1, "capture100": 1.0}
+SHARES = {"plain": None, "capture10": 0.1, "capture100": 1.0, "second_answers": 1.0}
 
 
 def main() -> None:
@@ -62,8 +64,9 @@ async def measure(options: argparse.Namespace) -> dict:
     async def replica(name: str, fraction: float) -> Replica:
         config = build({
             "target": {"model": str(target), "max_model_len": 1024}, "drafter": {"init_from": options.drafter},
-            "serve": {"max_num_seqs": options.requests, "cpus": options.cpus, "port": 0},
-            "traffic": {"fraction": fraction, "prefer_low_acceptance": 0.0}}, "benchmark")
+            "serve": {"max_num_seqs": 2 * options.requests, "cpus": options.cpus, "port": 0},
+            "traffic": {"fraction": fraction, "prefer_low_acceptance": 0.0, "second_answers": int(fraction > 0),
+                        "second_answers_below": options.requests * 3 // 2}}, "benchmark")
         return await Replica.start(config, str(target), options.drafter, name), config
 
     plain, _ = await replica("plain", 0.0)
@@ -76,10 +79,14 @@ async def measure(options: argparse.Namespace) -> dict:
         for round in range(-1, options.rounds):  # the first one warms up
             part = prompts[(round + 1) * options.requests:(round + 2) * options.requests]
             names = list(SHARES)
-            for name in names[round % 3:] + names[:round % 3]:
+            shift = round % len(names)
+            for name in names[shift:] + names[:shift]:
                 one = plain if SHARES[name] is None else captured
                 one.sampling.fraction = SHARES[name] or 0.0
+                captured.second_answers(name == "second_answers")
                 rate, written = await rate_of(one, part, options.answer_tokens)
+                captured.second_answers(False)
+                await asyncio.gather(*captured.sampling.second.answering)  # none runs beside the next one's requests
                 if round >= 0:
                     rates[name].append(rate)
                     answers[name] += written
@@ -95,9 +102,10 @@ async def measure(options: argparse.Namespace) -> dict:
         return statistics.median(with_it / without for with_it, without in zip(rates[name], rates["plain"]))
 
     return {
-        "ratios": {"capture10_vs_plain": ratio("capture10"), "capture100_vs_plain": ratio("capture100")},
+        "ratios": {f"{name}_vs_plain": ratio(name) for name in SHARES if name != "plain"},
         "figures": {f"tokens_per_s_{name}": statistics.median(values) for name, values in rates.items()} | {
-            "requests_sampled": found["sampled"], "requests_sent": found["sent"], "tokens_sent": found["sent_tokens"],
+            "requests_sampled": found["sampled"], "second_answers": found["second_answers"],
+            "requests_sent": found["sent"], "tokens_sent": found["sent_tokens"],
             "bytes_per_token": found["sent_bytes"] / max(1, found["sent_tokens"]),
             "left_out": sum(found["left_out"].values()), "answers_compared": len(pairs),
             "answers_equal": len(pairs) - len(margins), "widest_parting": max(margins, default=0.0)},

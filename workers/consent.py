@@ -60,20 +60,28 @@ class Sampling:
         generate = engine.generate
 
         def marked(prompt, sampling_params, *args, **options):
-            params = self._mark(prompt, sampling_params)
+            params = self._mark(sampling_params)
             answers = generate(prompt, params, *args, **options)
-            if self.second is None or not params.extra_args[MARK] or "prompt_token_ids" not in prompt:
+            if not params.extra_args[MARK] or "prompt_token_ids" not in prompt:
                 return answers
-            return self._then_again(answers, list(prompt["prompt_token_ids"]), params.max_tokens)
+            tokens = list(prompt["prompt_token_ids"])
+            self.prompts.append((time.monotonic(), tokens))
+            return answers if self.second is None else self._then_again(answers, tokens, params.max_tokens)
 
         engine.generate = marked
 
     def recent(self, count: int) -> list[list[int]]:
         """Up to `count` prompts (token ids), newest first."""
-        oldest = time.monotonic() - self.max_age_s
-        return [tokens for at, tokens in reversed(self.prompts) if at >= oldest][:count]
+        self.forget_old()
+        return [tokens for _, tokens in reversed(self.prompts)][:count]
 
-    def _mark(self, prompt, sampling_params):
+    def forget_old(self) -> None:
+        """Let go of prompts older than `max_age_s`."""
+        oldest = time.monotonic() - self.max_age_s
+        while self.prompts and self.prompts[0][0] < oldest:
+            self.prompts.popleft()
+
+    def _mark(self, sampling_params):
         allowed = consent.get()
         self.requests += allowed is not None
         self.excluded += allowed is False
@@ -82,8 +90,6 @@ class Sampling:
         params.extra_args = {**(params.extra_args or {}), MARK: chosen}
         if chosen and self.whole_prompts:
             params.skip_reading_prefix_cache = True
-        if chosen and "prompt_token_ids" in prompt:
-            self.prompts.append((time.monotonic(), list(prompt["prompt_token_ids"])))
         return params
 
     async def _then_again(self, answers, prompt: list[int], max_tokens: int | None):

@@ -174,7 +174,11 @@ class Replica:
             self.sampling.second.want(wanted)
 
     async def traffic(self) -> dict:
-        """What was captured: {replica, requests, excluded} and, while it captures, `Courier.values()`."""
+        """What was captured: {replica, requests, excluded} and, while it captures, `Courier.values()`.
+
+        The driver asks at every report, so no prompt outlives `traffic.max_age_s` by more than a report's interval.
+        """
+        self.sampling.forget_old()
         found = next((values for values in await self._all_ranks_plain("capture_stats") if values), {})
         return {"replica": self.name, "requests": self.sampling.requests, "excluded": self.sampling.excluded, **found}
 
