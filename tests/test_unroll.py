@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.test_drafter import FILES, documents, golden_drafter, read_golden
-from torchspec_lite import attention, attention_flex
+from torchspec_lite import attention, attention_flex, teacher
 from torchspec_lite.attention import OWN
 from torchspec_lite.batch import pack, plan_rows, supervised_counts
 from torchspec_lite.drafter import Drafter, DrafterConfig, rms_norm, unrolled_logits
 from torchspec_lite.layer import norm_backward
 from torchspec_lite.sample import Sample
+from torchspec_lite.scratch import scratch
 from torchspec_lite.target import FrozenHead
 from torchspec_lite.teacher import teacher_statistics
 from torchspec_lite.unroll import UnrolledDrafter, unroll_loss
@@ -236,6 +237,17 @@ def test_statistics_of_the_teacher():
         assert not known.lse[:rows[0]].any()
     half = teacher_statistics(sample.last.half(), sample.mask, replace(head, lm_head=head.lm_head.half()))
     assert torch.allclose(half.lse, known.lse, atol=0.02)
+
+
+def test_statistics_of_a_document_longer_than_a_chunk(monkeypatch):
+    head, (sample,) = make_head(), make_samples(("0" * 5 + "1" * 60,))
+    whole = teacher_statistics(sample.last, sample.mask, head)
+    monkeypatch.setattr(teacher, "CHUNK_BYTES", 1)  # then 16 rows a chunk, and 59 rows in four of 15, 15, 15 and 14
+    asked = []
+    monkeypatch.setattr(teacher, "scratch", lambda rows, *rest: asked.append(rows) or scratch(rows, *rest))
+    parts = teacher_statistics(sample.last, sample.mask, head)
+    assert asked == [15, 15, 15, 14]
+    assert torch.allclose(parts.lse, whole.lse, rtol=1e-6) and torch.equal(parts.argmax, whole.argmax)
 
 
 def test_second_backward_is_refused():
