@@ -89,6 +89,17 @@ def test_the_pace_exports_what_is_better_rests_without_gain_and_wakes():
     assert pace.look(1.55, 1.55) == "go_on"  # looks are counted anew
 
 
+def test_no_rest_begins_while_traffic_changes():
+    pace = Pace(TrafficConfig(export_margin=0.02, rest_after=3, wake_drop=0.05))
+    falling = [1.60, 1.58, 1.40, 1.30, 1.29, 1.31]  # the second fall is from 1.40, not from 1.60
+    assert [pace.look(serving, serving) for serving in falling] == ["go_on"] * 6
+    assert pace.look(1.30, 1.30) == "rest"  # three looks without gain or fall: 1.29, 1.31, 1.30
+    assert pace.wakes(1.25)
+    # What a version was that no longer serves does not count.
+    assert [pace.look(1.60, 1.60), pace.look(1.64, 1.60), pace.look(1.5, 1.5), pace.look(1.5, 1.5), pace.look(1.5, 1.5)] == [
+        "go_on", "export", "go_on", "go_on", "rest"]
+
+
 @dataclass
 class Told:
     """A coordinator that takes everything and remembers it."""

@@ -10,11 +10,14 @@ from torchspec_lite.sections import TrafficConfig
 class Pace:
     """Judges by predicted acceptance length on the window, recent served requests that are not trained on.
 
-    A look compares the trainer's weights with the serving version's on the same window.
+    A look compares the trainer's weights with the serving version's on the same window. Looks without gain lead to a
+    rest, but not while the serving version's acceptance falls: then traffic is changing, and what there is to learn has only
+    begun to come.
     """
 
     options: TrafficConfig
     idle: int = 0
+    highest: float | None = None  # of the serving version, at the looks that `idle` counts
     rested_at: float | None = None
 
     @property
@@ -24,12 +27,15 @@ class Pace:
     def look(self, candidate: float, serving: float) -> Literal["export", "go_on", "rest"]:
         """What follows from the two acceptance lengths. After `rest` the serving one is what must fall to wake it."""
         if candidate - serving >= self.options.export_margin:
-            self.idle = 0
+            self.idle, self.highest = 0, None
             return "export"
-        self.idle += 1
+        if self.highest is not None and serving <= self.highest - self.options.wake_drop:
+            self.idle, self.highest = 0, serving
+            return "go_on"
+        self.idle, self.highest = self.idle + 1, max(serving, self.highest or serving)
         if self.idle < self.options.rest_after:
             return "go_on"
-        self.idle, self.rested_at = 0, serving
+        self.idle, self.highest, self.rested_at = 0, None, serving
         return "rest"
 
     def wakes(self, serving: float) -> bool:

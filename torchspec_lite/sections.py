@@ -288,8 +288,8 @@ class TrafficConfig(Section):
     to the trained weights, where it is predicted to be better there: it then forgets less too. Each is a prediction more
     at every look."""
     rest_after: int = Field(default=4, ge=1)
-    """Training rests after this many looks in a row at which nothing was gained; a look is due every
-    trainer.export_every steps."""
+    """Training rests after this many looks in a row at which nothing was gained and the serving version's acceptance did
+    not fall by wake_drop; a look is due every trainer.export_every steps."""
     wake_drop: float = Field(default=0.05, gt=0)
     """Training wakes when the serving version's predicted acceptance on the window fell by this since it began to rest."""
 
