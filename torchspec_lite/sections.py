@@ -277,7 +277,8 @@ class TrafficConfig(Section):
     """Times that the target answers a sampled request's prompt once more, at temperature 1, for the trainers alone: the same
     traffic teaches more. Only while training does not rest and few requests run (traffic.second_answers_below)."""
     second_answers_below: int = Field(default=4, ge=1)
-    """A replica on which fewer requests run than this, second answers included, begins another."""
+    """A replica on which fewer requests run than this, second answers included, begins another. Those that run beside
+    users' requests slow them."""
     opt_out_key: str | None = None
     """A second API key that is accepted too, whose requests are never captured; `env:NAME` reads a variable."""
     export_margin: float = Field(default=0.02, ge=0)
