@@ -221,6 +221,7 @@ class _Chain:
 
     @staticmethod
     def _add_own(sums, index, gradient):
+        """As `_own` reads: as many rows as there are live ones are these in their order."""
         if len(index) == sums.shape[2]:
             sums += gradient
         else:

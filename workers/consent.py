@@ -6,8 +6,9 @@ import time
 from collections import deque
 from contextlib import aclosing
 from contextvars import ContextVar
+from typing import NamedTuple
 
-from workers.second_answers import SecondAnswers
+from workers.second_answers import SecondAnswers, forget_old
 from workers.serving_capture import MARK
 
 HEADER = b"x-torchspec-lite-capture"
@@ -15,6 +16,11 @@ PROMPTS_KEPT = 64
 NO = frozenset({b"no", b"off", b"false", b"0"})
 consent: ContextVar[bool | None] = ContextVar("consent", default=None)
 """Of the HTTP request being answered; None for what the pool asks of itself, which is never sampled."""
+
+
+class Remembered(NamedTuple):
+    at: float
+    tokens: list[int]
 
 
 class AsksConsent:
@@ -53,7 +59,7 @@ class Sampling:
         self.random = random.Random()
         self.requests = self.excluded = 0
         self.second: SecondAnswers | None = None
-        self.prompts: deque[tuple[float, list[int]]] = deque(maxlen=PROMPTS_KEPT)
+        self.prompts: deque[Remembered] = deque(maxlen=PROMPTS_KEPT)
 
     def mark_requests_of(self, engine) -> None:
         """Wrap `engine.generate`."""
@@ -65,7 +71,7 @@ class Sampling:
             if not params.extra_args[MARK] or "prompt_token_ids" not in prompt:
                 return answers
             tokens = list(prompt["prompt_token_ids"])
-            self.prompts.append((time.monotonic(), tokens))
+            self.prompts.append(Remembered(time.monotonic(), tokens))
             return answers if self.second is None else self._then_again(answers, tokens, params.max_tokens)
 
         engine.generate = marked
@@ -73,13 +79,11 @@ class Sampling:
     def recent(self, count: int) -> list[list[int]]:
         """Up to `count` prompts (token ids), newest first."""
         self.forget_old()
-        return [tokens for _, tokens in reversed(self.prompts)][:count]
+        return [prompt.tokens for prompt in reversed(self.prompts)][:count]
 
     def forget_old(self) -> None:
         """Let go of prompts older than `max_age_s`."""
-        oldest = time.monotonic() - self.max_age_s
-        while self.prompts and self.prompts[0][0] < oldest:
-            self.prompts.popleft()
+        forget_old(self.prompts, self.max_age_s)
 
     def _mark(self, sampling_params):
         allowed = consent.get()

@@ -31,6 +31,13 @@ class Asked:
     left: int
 
 
+def forget_old(prompts: deque, max_age_s: float) -> None:
+    """Let go of what came (`at`, oldest first) longer ago than `max_age_s`."""
+    oldest = time.monotonic() - max_age_s
+    while prompts and prompts[0].at < oldest:
+        prompts.popleft()
+
+
 class SecondAnswers:
     """Answers each remembered prompt `times` times while fewer than `below` requests run, newest prompts first.
 
@@ -69,17 +76,11 @@ class SecondAnswers:
             if self.wanted:
                 self.begin()
             else:
-                self.forget_old()
-
-    def forget_old(self) -> None:
-        """Let go of prompts older than `max_age_s`, whether anybody wants them answered or not."""
-        oldest = time.monotonic() - self.max_age_s
-        while self.prompts and self.prompts[0].at < oldest:
-            self.prompts.popleft()
+                forget_old(self.prompts, self.max_age_s)
 
     def begin(self) -> None:
         """Ask for as many answers as there is room for."""
-        self.forget_old()
+        forget_old(self.prompts, self.max_age_s)
         # A request counts as running only after the engine's next step.
         room = self.below - max(self.load(), len(self.answering))
         while room > 0 and self.prompts:
