@@ -9,7 +9,8 @@ prompts that nobody trained on:
   --recover-tokens after the shift had gone;
 * `forgotten`: how much shorter A's prompts are drafted by the version that served when A came back than by the A drafter.
 
-`curve` is the live acceptance length of users' requests. Takes about 25 minutes on 2 cores; --keep leaves the runs' folders.
+`curve` is the live acceptance length of users' requests. Without --pause the users keep the engine busy all the time; with
+it there is time to spare, which second answers use. Takes about 25 minutes on 2 cores; --keep leaves the runs' folders.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--recover-tokens", type=int, default=20000, help="served tokens of B")
     parser.add_argument("--after-tokens", type=int, default=4000, help="served tokens of A after it")
     parser.add_argument("--users", type=int, default=6, help="requests at once")
+    parser.add_argument("--pause", type=float, default=0.0, help="mean seconds between an answer and its user's next request")
     parser.add_argument("--drafters", nargs=2, metavar=("A", "B"), help="drafter folders to use instead of training them")
     parser.add_argument("--keep", type=Path, help="folder for the runs, left there")
     parser.add_argument("set", nargs="*", help="further config overrides of the online run")
@@ -92,8 +95,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict:
                    "forgotten": 1 - lengths["recovered"]["A"] / lengths["a"]["A"]},
         "figures": {f"acceptance_length_{name}_on_{kind}": round(length, 3)
                     for name, found in lengths.items() for kind, length in found.items()} | {
-            "versions": {name: path.name for name, path in served.items()}, "curve": curve},
+            "versions": {name: path.name for name, path in served.items()}, "phases": phases(curve), "curve": curve},
     }
+
+
+def phases(curve: list[dict]) -> dict[str, dict]:
+    """What users got in each phase: seconds, answered tokens, median tokens/s of a request; second answers meanwhile."""
+    found, before = {}, {"at_s": 0.0, "tokens": 0, "second_answers": 0}
+    for phase in dict.fromkeys(point["phase"] for point in curve):
+        points = [point for point in curve if point["phase"] == phase]
+        found[phase] = {"s": points[-1]["at_s"] - before["at_s"], "tokens": points[-1]["tokens"] - before["tokens"],
+                        "tokens_per_s_of_a_request": statistics.median(point["tokens_per_s"] for point in points),
+                        "second_answers": points[-1]["second_answers"] - before["second_answers"]}
+        before = points[-1]
+    return found
 
 
 def split(kind: str, folder: Path) -> list[str]:
@@ -132,6 +147,7 @@ class Shift:
     drafter: Path
 
     def __post_init__(self):
+        self.answered = 0
         self.texts = {kind: itertools.cycle(texts) for kind, texts in self.prompts.items()}  # none twice if there are enough
 
     async def run(self) -> tuple[list[dict], dict[str, Path]]:
@@ -144,6 +160,7 @@ class Shift:
         try:
             url = await self._endpoint(process)
             curve, served, tokens = [], {}, 0
+            self.started = time.monotonic()
             async with httpx.AsyncClient(base_url=url, timeout=300) as client:
                 for phase, kind, length in (("A", "A", self.options.before_tokens), ("B", "B", self.options.recover_tokens),
                                             ("A again", "A", self.options.after_tokens)):
@@ -171,20 +188,27 @@ class Shift:
         texts = self.texts[kind]
         done = asyncio.Event()
 
-        async def user():
+        async def user(pauses: random.Random):
             while not done.is_set():
+                if self.options.pause:
+                    await asyncio.sleep(pauses.expovariate(1 / self.options.pause))
+                asked = time.monotonic()
                 answer = await client.post("/v1/chat/completions", json={
                     "model": describe(self.target).name, "max_tokens": 128, "temperature": 0,
                     "messages": [{"role": "user", "content": next(texts)}]})
                 answer.raise_for_status()
-                self.answered = getattr(self, "answered", 0) + answer.json()["usage"]["completion_tokens"]
+                took, length = time.monotonic() - asked, answer.json()["usage"]["completion_tokens"]
+                self.answered += length
                 drafts, accepted = await counters(client)
+                seen = read_snapshot(self.folder / "online")
                 curve.append({"phase": phase, "tokens": self.answered, "drafts": drafts, "accepted": accepted,
-                              "version": read_snapshot(self.folder / "online").serving_version})
+                              "version": seen.serving_version, "at_s": round(time.monotonic() - self.started, 1),
+                              "tokens_per_s": round(length / took, 2),
+                              "second_answers": seen.traffic.second_answers if seen.traffic else 0})
                 if self.answered >= until:
                     done.set()
 
-        await asyncio.gather(*(user() for _ in range(self.options.users)))
+        await asyncio.gather(*(user(random.Random(f"{phase} {n}")) for n in range(self.options.users)))
 
     def _serving_now(self, phase: str) -> Path:
         version = read_snapshot(self.folder / "online").serving_version

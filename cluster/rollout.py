@@ -23,6 +23,9 @@ LOOK_FOR_TRAFFIC_S = 15.0
 REPLICA_WAIT_S = 300.0
 """A replica that was lost comes back with the promoted version within this time."""
 RETRY_S = 1.0
+RECENT_S = 90.0
+"""Users' prompts this young are asked of the next version too: the serving one need not be measured again. Older ones are
+no longer present traffic, and have been trained on."""
 Decision = Literal["promote", "roll_back", "wait"]
 
 
@@ -92,6 +95,7 @@ class Rollout:
         self.pool, self.coordinator, self.fingerprint = pool, coordinator, fingerprint
         self.shadow_prompts, self.serving, self.parent = shadow_prompts, serving, serving
         self.shadow: dict[int, list[Counts]] = {}
+        self.asked_at = -math.inf  # when the present shadow prompts were taken from users' traffic
         self.best = serving
         self.known: dict[int, Export] = {serving.version: serving}
         self.tried = serving
@@ -180,11 +184,13 @@ class Rollout:
 
     async def _ask_as_users_do(self) -> None:
         """Where traffic is captured, shadow prompts are recent ones of users: versions are made for present traffic."""
-        if not self.config.traffic.fraction:
+        young = time.monotonic() - self.asked_at < RECENT_S
+        if not self.config.traffic.fraction or young and len(self.shadow.get(self.serving.version, [])) == len(self.shadow_prompts):
             return
         recent = await self.pool.recent_prompts(self.options.shadow_prompts)
         if len(recent) == self.options.shadow_prompts:
             self.ask(recent)
+            self.asked_at = time.monotonic()
 
     def ask(self, prompts: list[list[int]]) -> None:
         """Compare and measure versions on these shadow prompts from now on."""

@@ -203,6 +203,33 @@ def test_no_more_shadow_prompts_are_asked_than_decide(start, tmp_path, names):
     assert prompts == [("v000000", 8), ("v000001", 2)]  # two prompts have 80 rounds
 
 
+def test_users_prompts_are_asked_of_the_next_version_too_while_they_are_young(start, tmp_path, monkeypatch):
+    pool = FakePool(["a"], {"v000000": 1.2, "v000001": 1.3, "v000002": 1.4, "v000003": 1.5})
+    rollout, _ = start(pool, min_rounds=80)
+    rollout.config.traffic.fraction = 1.0
+    shadow, asked, users = pool.shadow, [], iter([[[1], [2]], [[3], [4]]])
+
+    async def recent_prompts(count):
+        return next(users)
+
+    async def noted(name, prompts, most):
+        asked.append((pool.running[name][-1], prompts))
+        return await shadow(name, prompts, most)
+
+    pool.recent_prompts, pool.shadow = recent_prompts, noted
+
+    async def story():
+        assert await rollout.introduce(export(tmp_path, 1, 1.3)) == "promoted"
+        assert asked == [("0", [[1], [2]]), ("1", [[1], [2]])]
+        assert await rollout.introduce(export(tmp_path, 2, 1.4)) == "promoted"
+        assert asked[2:] == [("2", [[1], [2]])]  # version 1 was asked the same already
+        monkeypatch.setattr(rollouts, "RECENT_S", 0.0)
+        assert await rollout.introduce(export(tmp_path, 3, 1.5)) == "promoted"
+        assert asked[3:] == [("2", [[3], [4]]), ("3", [[3], [4]])]
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("version, predicted, where", [(2, 1.2, "worse"), (3, 1.2, "alarm")])
 def test_a_bad_version_is_rolled_back_and_never_leaves_the_canary(start, tmp_path, version, predicted, where):
     pool = FakePool(["a", "b"], LENGTHS)
