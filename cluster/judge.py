@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 from cluster import pool as pools
+from cluster.evidence import version_counts
 from cluster.external import ExternalPool
 from cluster.pool import Pool, ReplicaGone
-from cluster.rollout import Rollout, version_counts
+from cluster.rollout import Rollout
 from cluster.screen import Screen
 from cluster.summary import Measurement
 from torchspec_lite.break_even import pays_up_to

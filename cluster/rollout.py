@@ -4,14 +4,13 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Literal
 
+from cluster.evidence import Decision, Evidence, decide, decide_on_users, upper_share, version_counts, without
 from cluster.pool import Pool, ReplicaGone
-from torchspec_lite.acceptance import Counts, Interval, compare, compare_pairs
-from torchspec_lite.config import Config, RolloutConfig
+from torchspec_lite.acceptance import Counts
+from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
 from torchspec_lite.export import verify, versions
 from torchspec_lite.parity import compare_drafts
@@ -23,64 +22,8 @@ LOOK_FOR_TRAFFIC_S = 15.0
 REPLICA_WAIT_S = 300.0
 """A replica that was lost comes back with the promoted version within this time."""
 RETRY_S = 1.0
-RECENT_S = 90.0
-"""Users' prompts this young are asked of the next version too: the serving one need not be measured again. Older ones are
-no longer present traffic, and have been trained on."""
-Decision = Literal["promote", "roll_back", "wait"]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What is known of a new version against the one that serves.
-
-    `live_new`, `live_old`: draft rounds of users' requests in the same period. `shadow_new`, `shadow_old`: rounds of the
-    same held-out prompts, prompt by prompt.
-    """
-
-    live_new: Counts
-    live_old: Counts
-    shadow_new: Sequence[Counts]
-    shadow_old: Sequence[Counts]
-
-    @property
-    def new(self) -> Counts:
-        return sum(self.shadow_new, self.live_new)
-
-    @property
-    def old(self) -> Counts:
-        return sum(self.shadow_old, self.live_old)
-
-    def interval(self, options: RolloutConfig) -> tuple[Interval, str]:
-        """Difference in acceptance length and where it comes from: users' traffic once it is thick enough on both
-        sides, else the shadow prompts, paired."""
-        if min(self.live_new.rounds, self.live_old.rounds) >= options.min_rounds:
-            return compare(self.live_new, self.live_old, options.confidence), "users' requests"
-        return compare_pairs(self.shadow_new, self.shadow_old, options.confidence), "shadow prompts"
-
-
-def decide(evidence: Evidence, options: RolloutConfig, exhausted: bool) -> tuple[Decision, str]:
-    """Promote, roll back, or wait for more rounds, and why in words.
-
-    Acceptance at or under the alarm level rolls back at once. A version is promoted when it is, with confidence, not
-    worse than the serving one by more than the margin, and rolled back when it is worse by more. The margin keeps two
-    equal versions from replacing each other for ever on noise. `exhausted`: no more rounds will come, so the mean decides.
-    """
-    new, old = evidence.new, evidence.old
-    if new.rounds and new.acceptance_length <= options.alarm_acceptance < old.acceptance_length:
-        return "roll_back", (f"acceptance length {new.acceptance_length:.3f} after the swap: the drafter's weights are not "
-                             "what was trained (alarm)")
-    interval, source = evidence.interval(options)
-    found = (f"acceptance length {new.acceptance_length:.3f} against {old.acceptance_length:.3f}, difference "
-             f"{interval.difference:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}] on {source}, "
-             f"{new.rounds} and {old.rounds} rounds")
-    if interval.high < -options.worse_margin:
-        return "roll_back", f"worse: {found}"
-    if min(new.rounds, old.rounds) >= options.min_rounds and interval.low >= -options.worse_margin:
-        return "promote", found
-    if exhausted:
-        better = interval.difference > 0
-        return ("promote" if better else "roll_back"), f"{'better' if better else 'not better'} in the mean: {found}"
-    return "wait", found
+LOOK_S = 0.5
+"""Between two looks at what users' requests have brought."""
 
 
 class Rollout:
@@ -95,7 +38,6 @@ class Rollout:
         self.pool, self.coordinator, self.fingerprint = pool, coordinator, fingerprint
         self.shadow_prompts, self.serving, self.parent = shadow_prompts, serving, serving
         self.shadow: dict[int, list[Counts]] = {}
-        self.asked_at = -math.inf  # when the present shadow prompts were taken from users' traffic
         self.best = serving
         self.known: dict[int, Export] = {serving.version: serving}
         self.tried = serving
@@ -125,27 +67,76 @@ class Rollout:
             return await self._end(export, "refused", f"only {len(replicas)} of {self.pool.replica_count} replicas are up; "
                                    f"rollout.min_capacity asks for {self.options.min_capacity:.0%} while one is changed")
         canaries = self.canaries = replicas[:max(1, math.floor(self.options.canary_share * len(replicas)))]
+        if len(canaries) == len(replicas) and await self._users_may_tell(export):
+            state = await self._guarded(self._try_on_users(export, canaries), export)
+            if state is not None:
+                return state
         await self.measure(self.serving)
         newest = await self.coordinator.next_export(False)
         if newest is not None and newest.version != export.version:
             return await self._introduce(newest)
-        await self._state(export, "canary", f"on {len(canaries)} of {len(replicas)} replicas")
+        return await self._guarded(self._try(export, replicas), export)
+
+    async def _guarded(self, trial: Awaitable[str | None], export: Export) -> str | None:
+        """What a trial found; rolled back where a replica refuses the version or is lost."""
         try:
-            for name in canaries:
-                await self._swap(name, export)
-            # With nobody beside the canaries only shadow prompts can tell: asked at once, beside the probes.
-            ahead = self.options.shadow_prompts if len(canaries) == len(replicas) else 0
-            mismatch, _ = await asyncio.gather(self._parity(canaries[0], export), self._ask(canaries[0], export, ahead))
-            if mismatch:
-                return await self._roll_back(export, canaries, mismatch)
-            decision, reason = await self._compare(export, canaries)
-            if decision != "promote":
-                return await self._roll_back(export, canaries, reason)
-            return await self._promote(export, [name for name in replicas if name not in canaries], reason)
+            return await trial
         except SwapRefused as refused:
-            return await self._roll_back(export, canaries, f"swap refused at {refused}", state="refused")
+            return await self._roll_back(export, f"swap refused at {refused}", state="refused")
         except ReplicaGone as gone:
-            return await self._roll_back(export, canaries, f"a replica was lost during the rollout: {gone}")
+            return await self._roll_back(export, f"a replica was lost during the rollout: {gone}")
+
+    async def _try(self, export: Export, replicas: list[str]) -> str:
+        """On the canaries, against the others on users' requests or against the serving version on shadow prompts."""
+        canaries = self.canaries
+        await self._state(export, "canary", f"on {len(canaries)} of {len(replicas)} replicas")
+        for name in canaries:
+            await self._swap(name, export)
+        # With nobody beside the canaries only shadow prompts can tell: asked at once, beside the probes.
+        ahead = self.options.shadow_prompts if len(canaries) == len(replicas) else 0
+        mismatch, _ = await asyncio.gather(self._parity(canaries[0], export), self._ask(canaries[0], export, ahead))
+        if mismatch:
+            return await self._roll_back(export, mismatch)
+        decision, reason = await self._compare(export, canaries)
+        if decision != "promote":
+            return await self._roll_back(export, reason)
+        return await self._promote(export, [name for name in replicas if name not in canaries], reason)
+
+    async def _users_may_tell(self, export: Export) -> bool:
+        """Whether users' own requests can stand for shadow prompts, which would slow them: some run just now, and the
+        trainers have compared the two versions on the newest ones, which they do not train on."""
+        if not export.serving_counts or Counts.of_list(export.serving_counts).rounds < self.options.min_rounds:
+            return False
+        return any(stats["running"] for stats in await self.pool.stats())
+
+    async def _try_on_users(self, export: Export, canaries: list[str]) -> str | None:
+        """On all replicas at once, by parity and by users' requests; None, with the serving version back, where these
+        do not tell."""
+        await self._state(export, "canary", f"on users' requests, {len(canaries)} of {len(canaries)} replicas")
+        for name in canaries:
+            await self._swap(name, export)
+        mismatch = await self._parity(canaries[0], export)
+        if mismatch:
+            return await self._roll_back(export, mismatch)
+        live = await self._users_rounds(canaries)
+        decision, reason = decide_on_users(live, Counts.of_list(export.serving_counts), self.options)
+        if decision == "roll_back":
+            return await self._roll_back(export, reason)
+        if decision == "wait":
+            await self.coordinator.event("trial", f"{reason}: shadow prompts decide", export.version)
+            await self._restore(export)
+            return None
+        return await self._promote(export, [], reason, live)
+
+    async def _users_rounds(self, names: list[str]) -> Counts:
+        """Users' draft rounds from now on: as many as decide, or those of LOOK_FOR_TRAFFIC_S."""
+        before = {stats["replica"]: stats for stats in await self.pool.stats()}
+        deadline = time.monotonic() + LOOK_FOR_TRAFFIC_S
+        while True:
+            live, _ = await self._live(before, names, Counts(0, ()))
+            if live.rounds >= self.options.min_rounds or time.monotonic() >= deadline:
+                return live
+            await asyncio.sleep(LOOK_S)  # counters are seen only by asking
 
     async def overrule(self, action: str, version: int | None) -> None:
         """A person's word: pause, resume, promote VERSION or rollback (to the serving version's parent)."""
@@ -184,13 +175,11 @@ class Rollout:
 
     async def _ask_as_users_do(self) -> None:
         """Where traffic is captured, shadow prompts are recent ones of users: versions are made for present traffic."""
-        young = time.monotonic() - self.asked_at < RECENT_S
-        if not self.config.traffic.fraction or young and len(self.shadow.get(self.serving.version, [])) == len(self.shadow_prompts):
+        if not self.config.traffic.fraction:
             return
         recent = await self.pool.recent_prompts(self.options.shadow_prompts)
         if len(recent) == self.options.shadow_prompts:
             self.ask(recent)
-            self.asked_at = time.monotonic()
 
     def ask(self, prompts: list[list[int]]) -> None:
         """Compare and measure versions on these shadow prompts from now on."""
@@ -276,7 +265,8 @@ class Rollout:
                 await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position),
                                               export is self.serving)
 
-    async def _promote(self, export: Export, rest: list[str], reason: str) -> str:
+    async def _promote(self, export: Export, rest: list[str], reason: str, live: Counts | None = None) -> str:
+        """`rest`: replicas that do not run it yet. `live`: users' rounds, where these were all that was measured."""
         # First the name that restarted replicas read, then those that run, so that a replica lost in between comes
         # back with the new version.
         self.pool.promote(export.directory)
@@ -287,28 +277,29 @@ class Rollout:
                 continue  # its successor starts with the promoted version
             except SwapRefused:
                 self.pool.promote(self.serving.directory)
-                await self._restore(rest[:place], export)
+                await self._restore(export, rest[:place])
                 raise
         self.parent, self.serving = self.serving, export
         if (export.predicted_walked or 0) >= (self.best.predicted_walked or 0):
             self.best = export
         await self._end(export, "promoted", reason)
-        counts = sum(self.shadow.get(export.version, []), Counts(0, ()))
+        counts = live or sum(self.shadow.get(export.version, []), Counts(0, ()))
         if counts.rounds:
             await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position), True)
         self._retain()
         return "promoted"
 
-    async def _roll_back(self, export: Export, canaries: list[str], reason: str, state: str = "rolled_back") -> str:
+    async def _roll_back(self, export: Export, reason: str, state: str = "rolled_back") -> str:
         """Give the canaries their old weights again, and say why."""
-        await self._restore(canaries, export)
+        await self._restore(export)
         if "alarm" in reason or "parity" in reason or state == "refused":
             await self.coordinator.raise_alarm(f"version {export.version}: {reason}")
         return await self._end(export, state, reason)
 
-    async def _restore(self, names: list[str], export: Export) -> None:
-        """Bring replicas back to the serving version. One that is gone comes back with it by itself."""
-        for name in names:
+    async def _restore(self, export: Export, names: list[str] | None = None) -> None:
+        """Bring replicas, the canaries if none are named, back to the serving version. One that is gone comes back with it
+        by itself."""
+        for name in self.canaries if names is None else names:
             try:
                 await self._swap(name, self.serving)
             except (ReplicaGone, SwapRefused) as error:
@@ -328,30 +319,3 @@ class Rollout:
         for version, path in found.items():
             if version not in stay:
                 shutil.rmtree(path)
-
-
-def upper_share(equal: int, compared: int) -> float:
-    """Upper end of the share's 98 % interval (Wilson, 1927): a few hundred tokens cannot tell 97 % from 98 %, and a
-    drafter with wrong weights is far below either. 0 when nothing was compared."""
-    if not compared:
-        return 0.0
-    z, share = 2.33, equal / compared
-    middle, spread = share + z * z / 2 / compared, z * math.sqrt(share * (1 - share) / compared + (z / 2 / compared) ** 2)
-    return (middle + spread) / (1 + z * z / compared)
-
-
-def version_counts(stats: dict) -> Counts:
-    """Draft rounds of a replica's present version since the replica started, from `Replica.stats()`."""
-    for version in stats["versions"]:
-        if version["version"] == stats["version"]:
-            return Counts(version["drafts"], tuple(version["per_position"]))
-    return Counts(0, ())
-
-
-def without(counts: Counts, shadow: Counts) -> Counts:
-    """`counts` less the shadow prompts' own rounds; nothing when these are all there is (vLLM's two ways of counting
-    differ by the rounds around a swap)."""
-    if counts.rounds <= shadow.rounds or any(
-            mine < theirs for mine, theirs in zip(counts.accepted_per_position, shadow.accepted_per_position)):
-        return Counts(0, ())
-    return counts - shadow

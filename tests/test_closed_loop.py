@@ -226,7 +226,7 @@ def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
     assert served.look("candidate") is None  # the serving version's folder is gone
     (tmp_path / "drafters" / "v000003").mkdir(parents=True)
     look = served.look("candidate")
-    assert (look.decision, look.serving, look.candidate.walked) == ("go_on", 1.50, 1.30)
+    assert (look.decision, look.serving.walked, look.candidate.walked) == ("go_on", 1.50, 1.30)
     assert (look.drafter, look.serving_drafter) == ("candidate", "serving")
     lengths["candidate"] = 1.60
     assert served.look("candidate").decision == "export"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster import rollout as rollouts
+from cluster.evidence import Evidence, decide, decide_on_users, upper_share, without
 from cluster.pool import ReplicaGone
-from cluster.rollout import Evidence, Rollout, decide, without
+from cluster.rollout import Rollout
 from torchspec_lite.acceptance import Counts
 from torchspec_lite.config import RolloutConfig, build
 from torchspec_lite.errors import UserError
@@ -66,6 +67,22 @@ def test_users_requests_decide_once_they_are_enough():
     live = (Counts(1000, (600,)), Counts(1000, (300,)))
     _, reason = decide(evidence(rounds(1.1), rounds(1.5), live), OPTIONS, exhausted=False)
     assert "users' requests" in reason
+
+
+OLD = Counts(400, (200,))  # predicted for the serving version: 1.5
+
+
+@pytest.mark.parametrize("live, decision, why", [
+    (Counts(99, (50,)), "wait", "99 rounds"),              # fewer than min_rounds
+    (Counts(100, (2,)), "roll_back", "alarm"),             # 1.02, the alarm level
+    (Counts(200, (60,)), "wait", "worse than before"),     # 1.3: 0.2 under, more than chance and the margin
+    (Counts(200, (90,)), "promote", "1.450"),              # 1.45: within what chance makes
+    (Counts(200, (120,)), "promote", "1.600")])
+def test_users_requests_speak_against_a_version_only_beyond_chance(live, decision, why):
+    # Standard error of a difference of two shares: sqrt(.3 * .7 / 199 + .5 * .5 / 399) = 0.041; 1.645 of it and the margin
+    # are 0.097.
+    found, reason = decide_on_users(live, OLD, OPTIONS)
+    assert found == decision and why in reason
 
 
 def test_shadow_rounds_are_taken_out_of_the_live_count():
@@ -152,12 +169,12 @@ def start(tmp_path, monkeypatch):
 PROBE = ParityProbe(2, [1, 2, 7, 8, 9], [[8, 9], [9, 4], [5, 6]])
 
 
-def export(root, version, predicted, probes=(PROBE,)):
+def export(root, version, predicted, probes=(PROBE,), serving=None):
     directory = root / "r" / "drafters" / f"v{version:06d}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").write_text("{}")
     return Export(version, version * 10, version * 100, version - 1 if version else None, str(directory), predicted,
-                  predicted, [], list(probes))
+                  predicted, [], list(probes), serving and serving.acceptance_length, serving and serving.as_list())
 
 
 LENGTHS = {"v000000": 1.2, "v000001": 1.5, "v000002": 1.1, "v000003": 1.0}
@@ -170,6 +187,72 @@ def test_a_good_version_goes_canary_first_then_everywhere(start, tmp_path):
     assert set(pool.running.values()) == {"v000001"} and pool.promoted == "v000001"
     assert [state for _, state, _ in coordinator.states] == ["canary", "promoted"]
     assert "on 1 of 4 replicas" in coordinator.states[0][2]
+
+
+class BusyPool(FakePool):
+    """Users ask all the time: between two looks at the counters each replica makes 60 rounds."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.counts, self.asked = {}, []
+
+    async def stats(self):
+        found = await super().stats()
+        for stats in found:
+            version = stats["version"]
+            old = self.counts.get((stats["replica"], version), Counts(0, (0,)))
+            new = self.counts[stats["replica"], version] = old + Counts(60, (round(60 * (self.length[version] - 1)),))
+            stats |= {"running": 3, "versions": [{"version": version, "drafts": new.rounds,
+                                                  "per_position": list(new.accepted_per_position)}]}
+        return found
+
+    async def shadow(self, name, prompts, max_tokens):
+        self.asked.append(self.running[name])
+        return await super().shadow(name, prompts, max_tokens)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(rollouts, "LOOK_S", 0.0)
+
+
+def test_users_requests_alone_promote_what_trainers_compared_on_them(start, tmp_path, hasty):
+    pool = BusyPool(["a"], LENGTHS)
+    rollout, coordinator = start(pool)
+    version = export(tmp_path, 1, 1.5, serving=Counts(400, (80,)))
+    assert asyncio.run(rollout.introduce(version)) == "promoted"
+    assert pool.asked == [] and pool.promoted == "v000001" and pool.running == {"a": "v000001"}
+    # Two looks after the swap have 120 of the 100 rounds needed; 1.5 is their acceptance length.
+    assert "1.500 on users' requests in 120 rounds" in coordinator.states[-1][2]
+    assert ("served", 1, 1.5, [0.5], True) in coordinator.events
+
+
+def test_where_users_requests_do_not_tell_shadow_prompts_decide(start, tmp_path, hasty):
+    pool = BusyPool(["a"], LENGTHS)
+    rollout, coordinator = start(pool)
+    version = export(tmp_path, 2, 1.7, serving=Counts(400, (240,)))  # 1.6 predicted for the serving one, 1.1 found
+    assert asyncio.run(rollout.introduce(version)) == "rolled_back"
+    assert pool.asked[0] == "v000000" and set(pool.asked) == {"v000000", "v000002"}  # the serving one first
+    assert "worse" in coordinator.states[-1][2] and "shadow prompts" in coordinator.states[-1][2]
+    assert [event[0] for event in coordinator.events if event[0] == "trial"] == ["trial"]
+    assert pool.running == {"a": "v000000"} and pool.promoted is None
+
+
+@pytest.mark.parametrize("version, options", [(3, {}), (1, {"drafted": {"v000001": [3, 3]}})])
+def test_users_are_spared_a_version_that_drafts_nothing_or_otherwise(start, tmp_path, hasty, version, options):
+    pool = BusyPool(["a"], LENGTHS, **options)
+    rollout, coordinator = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, version, 1.7, serving=Counts(400, (240,))))) == "rolled_back"
+    assert coordinator.alarms and pool.asked == [] and pool.running == {"a": "v000000"}
+
+
+@pytest.mark.parametrize("names, counts", [(["a", "b"], Counts(400, (80,))), (["a"], Counts(99, (20,))), (["a"], None)])
+def test_shadow_prompts_are_asked_where_a_replica_keeps_the_old_version_or_little_was_compared(
+        start, tmp_path, hasty, names, counts):
+    pool = BusyPool(names, LENGTHS)
+    rollout, _ = start(pool)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5, serving=counts))) == "promoted"
+    assert "v000000" in pool.asked
 
 
 def test_the_newest_version_is_tried_that_came_while_the_serving_one_was_measured(start, tmp_path):
@@ -201,33 +284,6 @@ def test_no_more_shadow_prompts_are_asked_than_decide(start, tmp_path, names):
     pool.shadow = counted
     assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted"
     assert prompts == [("v000000", 8), ("v000001", 2)]  # two prompts have 80 rounds
-
-
-def test_users_prompts_are_asked_of_the_next_version_too_while_they_are_young(start, tmp_path, monkeypatch):
-    pool = FakePool(["a"], {"v000000": 1.2, "v000001": 1.3, "v000002": 1.4, "v000003": 1.5})
-    rollout, _ = start(pool, min_rounds=80)
-    rollout.config.traffic.fraction = 1.0
-    shadow, asked, users = pool.shadow, [], iter([[[1], [2]], [[3], [4]]])
-
-    async def recent_prompts(count):
-        return next(users)
-
-    async def noted(name, prompts, most):
-        asked.append((pool.running[name][-1], prompts))
-        return await shadow(name, prompts, most)
-
-    pool.recent_prompts, pool.shadow = recent_prompts, noted
-
-    async def story():
-        assert await rollout.introduce(export(tmp_path, 1, 1.3)) == "promoted"
-        assert asked == [("0", [[1], [2]]), ("1", [[1], [2]])]
-        assert await rollout.introduce(export(tmp_path, 2, 1.4)) == "promoted"
-        assert asked[2:] == [("2", [[1], [2]])]  # version 1 was asked the same already
-        monkeypatch.setattr(rollouts, "RECENT_S", 0.0)
-        assert await rollout.introduce(export(tmp_path, 3, 1.5)) == "promoted"
-        assert asked[3:] == [("2", [[3], [4]]), ("3", [[3], [4]])]
-
-    asyncio.run(story())
 
 
 @pytest.mark.parametrize("version, predicted, where", [(2, 1.2, "worse"), (3, 1.2, "alarm")])
@@ -371,4 +427,4 @@ def test_intervals_without_data_are_unbounded():
 @pytest.mark.parametrize("equal, compared, upper", [(0, 0, 0.0), (144, 149, 0.9888), (90, 100, 0.9520), (10, 10, 1.0)])
 def test_the_upper_end_of_a_shares_interval(equal, compared, upper):
     # Wilson's score interval with z = 2.33, from its closed form computed by hand.
-    assert rollouts.upper_share(equal, compared) == pytest.approx(upper, abs=2e-3)
+    assert upper_share(equal, compared) == pytest.approx(upper, abs=2e-3)

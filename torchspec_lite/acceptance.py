@@ -41,6 +41,15 @@ class Counts:
         accepted = list(accepted)
         return cls(len(accepted), tuple(sum(a > k for a in accepted) for k in range(steps)))
 
+    @classmethod
+    def of_list(cls, numbers: Sequence[int]) -> "Counts":
+        """From `as_list`."""
+        return cls(numbers[0], tuple(numbers[1:]))
+
+    def as_list(self) -> list[int]:
+        """Rounds, then those that accepted each position: for messages."""
+        return [self.rounds, *self.accepted_per_position]
+
     @property
     def accepted(self) -> int:
         return sum(self.accepted_per_position)

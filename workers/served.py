@@ -28,7 +28,7 @@ class Look:
     decision: Literal["export", "go_on", "rest"]
     drafter: Drafter
     candidate: Prediction
-    serving: float
+    serving: Prediction
     serving_drafter: Drafter
 
 
@@ -74,7 +74,7 @@ class ServedTraffic:
             self.coordinator.tell("event", "rest", f"training rests: {self.intake.options.rest_after} looks without gain; it "
                                   f"wakes when the predicted acceptance length on present traffic falls under "
                                   f"{present.walked - self.intake.options.wake_drop:.2f}")
-        return Look(decision, drafter, candidate, present.walked, serving)
+        return Look(decision, drafter, candidate, present, serving)
 
     def wakes(self) -> bool:
         """Look at the serving version again once half of the window is new; whether training shall go on."""

@@ -365,7 +365,8 @@ class Trainer:
         self.coordinator.call("exported", Export(
             version, self.learner.step, self.samples_done, parent, str(path),
             prediction.acceptance_length if prediction is not None else None, walked,
-            list(prediction.walk.per_position) if prediction is not None else [], probes, look and look.serving))
+            list(prediction.walk.per_position) if prediction is not None else [], probes,
+            look and look.serving.walked, look and look.serving.walk.as_list()))
 
     def _predict_on(self, drafter: Drafter, pairs: list[tuple[Sample, TeacherStatistics]]) -> Prediction | None:
         if not pairs:
