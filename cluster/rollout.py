@@ -67,13 +67,16 @@ class Rollout:
             return await self._end(export, "refused", f"only {len(replicas)} of {self.pool.replica_count} replicas are up; "
                                    f"rollout.min_capacity asks for {self.options.min_capacity:.0%} while one is changed")
         canaries = self.canaries = replicas[:max(1, math.floor(self.options.canary_share * len(replicas)))]
-        if len(canaries) == len(replicas) and await self._users_may_tell(export):
+        tried = len(canaries) == len(replicas) and await self._users_may_tell(export)
+        if tried:
             state = await self._guarded(self._try_on_users(export, canaries), export)
             if state is not None:
                 return state
         await self.measure(self.serving)
         newest = await self.coordinator.next_export(False)
         if newest is not None and newest.version != export.version:
+            if tried:
+                await self._end(export, "rolled_back", f"users' requests did not tell, and version {newest.version} came meanwhile")
             return await self._introduce(newest)
         return await self._guarded(self._try(export, replicas), export)
 

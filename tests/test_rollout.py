@@ -1,93 +1,20 @@
-"""The rollout: what decides, and what each failure leaves behind. The pool and the coordinator are played by fakes that
-keep what they were told; tests with real engines are in test_rollout_live.py."""
+"""The rollout: what it does with a version, and what each failure leaves behind. The pool and the coordinator are played
+by fakes that keep what they were told; tests with real engines are in test_rollout_live.py."""
 
 import asyncio
-import math
 from pathlib import Path
 
 import pytest
 
 from cluster import rollout as rollouts
-from cluster.evidence import Evidence, decide, decide_on_users, upper_share, without
 from cluster.pool import ReplicaGone
 from cluster.rollout import Rollout
 from torchspec_lite.acceptance import Counts
-from torchspec_lite.config import RolloutConfig, build
+from torchspec_lite.config import build
 from torchspec_lite.errors import UserError
 from torchspec_lite.parity import ParityProbe
 from workers.refusal import SwapRefused
 from workers.reports import Export
-
-OPTIONS = RolloutConfig(min_rounds=100, worse_margin=0.03, confidence=0.9)
-NONE = Counts(0, ())
-
-
-def evidence(new, old, live=(NONE, NONE)):
-    return Evidence(*live, new, old)
-
-
-def rounds(*lengths: float) -> list[Counts]:
-    """Requests of 40 rounds each with these acceptance lengths at one draft position."""
-    return [Counts(40, (round(40 * (length - 1)),)) for length in lengths]
-
-
-def test_a_clearly_better_version_is_promoted_on_paired_prompts():
-    old = rounds(1.2, 1.5, 1.3, 1.6)
-    new = rounds(1.3, 1.6, 1.4, 1.7)  # each prompt better by the same 0.1, though prompts differ much
-    assert decide(evidence(new, old), OPTIONS, exhausted=False)[0] == "promote"
-
-
-def test_a_clearly_worse_version_is_rolled_back():
-    assert decide(evidence(rounds(1.1, 1.4, 1.2, 1.5), rounds(1.2, 1.5, 1.3, 1.6)), OPTIONS, False)[0] == "roll_back"
-
-
-def test_noise_waits_while_more_can_come_and_is_decided_by_the_mean_at_the_end():
-    new, old = rounds(1.2, 1.6, 1.3, 1.4), rounds(1.5, 1.2, 1.3, 1.4)
-    assert decide(evidence(new, old), OPTIONS, exhausted=False)[0] == "wait"
-    assert decide(evidence(new, old), OPTIONS, exhausted=True)[0] == "promote"  # 1.375 against 1.35
-    assert decide(evidence(old, new), OPTIONS, exhausted=True)[0] == "roll_back"
-
-
-def test_few_rounds_wait_even_if_they_look_good():
-    assert decide(evidence(rounds(1.5, 1.5), rounds(1.2, 1.2)), OPTIONS, exhausted=False)[0] == "wait"
-
-
-def test_acceptance_of_one_is_an_alarm_at_once():
-    decision, reason = decide(evidence([Counts(30, (0,))], rounds(1.3)), OPTIONS, exhausted=False)
-    assert decision == "roll_back" and "alarm" in reason
-
-
-def test_a_first_drafter_that_accepts_nothing_yet_is_no_alarm():
-    # Both at 1.0: the serving version is an untrained one.
-    decision, _ = decide(evidence([Counts(40, (0,))] * 4, [Counts(40, (0,))] * 4), OPTIONS, exhausted=True)
-    assert decision == "promote"
-
-
-def test_users_requests_decide_once_they_are_enough():
-    live = (Counts(1000, (600,)), Counts(1000, (300,)))
-    _, reason = decide(evidence(rounds(1.1), rounds(1.5), live), OPTIONS, exhausted=False)
-    assert "users' requests" in reason
-
-
-OLD = Counts(400, (200,))  # predicted for the serving version: 1.5
-
-
-@pytest.mark.parametrize("live, decision, why", [
-    (Counts(99, (50,)), "wait", "99 rounds"),              # fewer than min_rounds
-    (Counts(100, (2,)), "roll_back", "alarm"),             # 1.02, the alarm level
-    (Counts(200, (60,)), "wait", "worse than before"),     # 1.3: 0.2 under, more than chance and the margin
-    (Counts(200, (90,)), "promote", "1.450"),              # 1.45: within what chance makes
-    (Counts(200, (120,)), "promote", "1.600")])
-def test_users_requests_speak_against_a_version_only_beyond_chance(live, decision, why):
-    # Standard error of a difference of two shares: sqrt(.3 * .7 / 199 + .5 * .5 / 399) = 0.041; 1.645 of it and the margin
-    # are 0.097.
-    found, reason = decide_on_users(live, OLD, OPTIONS)
-    assert found == decision and why in reason
-
-
-def test_shadow_rounds_are_taken_out_of_the_live_count():
-    assert without(Counts(100, (40, 10)), Counts(30, (20, 4))) == Counts(70, (20, 6))
-    assert without(Counts(29, (20, 4)), Counts(30, (20, 4))) == NONE
 
 
 class FakePool:
@@ -236,6 +163,16 @@ def test_where_users_requests_do_not_tell_shadow_prompts_decide(start, tmp_path,
     assert "worse" in coordinator.states[-1][2] and "shadow prompts" in coordinator.states[-1][2]
     assert [event[0] for event in coordinator.events if event[0] == "trial"] == ["trial"]
     assert pool.running == {"a": "v000000"} and pool.promoted is None
+
+
+def test_a_version_that_users_requests_left_open_ends_when_a_newer_one_is_tried(start, tmp_path, hasty):
+    pool = BusyPool(["a"], {"v000000": 1.2, "v000001": 1.1, "v000002": 1.5})
+    rollout, coordinator = start(pool)
+    coordinator.exports.append(export(tmp_path, 2, 1.5))
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.7, serving=Counts(400, (240,))))) == "promoted"
+    assert [(version, state) for version, state, _ in coordinator.states] == [
+        (1, "canary"), (1, "rolled_back"), (2, "canary"), (2, "promoted")]
+    assert "version 2 came meanwhile" in coordinator.states[1][2]
 
 
 @pytest.mark.parametrize("version, options", [(3, {}), (1, {"drafted": {"v000001": [3, 3]}})])
@@ -417,14 +354,3 @@ def test_old_versions_are_deleted_but_not_those_in_use(start, tmp_path):
     asyncio.run(story())
     left = sorted(path.name for path in (tmp_path / "r" / "drafters").iterdir())
     assert left == ["v000005", "v000006"]
-
-
-def test_intervals_without_data_are_unbounded():
-    interval, _ = evidence([], []).interval(OPTIONS)
-    assert interval.low == -math.inf and interval.high == math.inf
-
-
-@pytest.mark.parametrize("equal, compared, upper", [(0, 0, 0.0), (144, 149, 0.9888), (90, 100, 0.9520), (10, 10, 1.0)])
-def test_the_upper_end_of_a_shares_interval(equal, compared, upper):
-    # Wilson's score interval with z = 2.33, from its closed form computed by hand.
-    assert upper_share(equal, compared) == pytest.approx(upper, abs=2e-3)
