@@ -38,6 +38,7 @@ from torchspec_lite.errors import UserError
 from torchspec_lite.keys import load_keys
 from torchspec_lite.sample import MIN_ANSWER_TOKENS, Sample
 from torchspec_lite.stream import SampleError, Sender, StreamError, StreamTimeout
+from workers.parent import end_with_parent
 from workers.ticket import Outcome, Ticket, read_ticket
 
 # An idle engine waits this long for a held request's sending before it looks for new requests again, seconds.
@@ -352,3 +353,6 @@ def _outcome(ticket: Ticket, error: BaseException | None) -> Outcome:
             return Outcome(ticket.sample, ticket.attempt, "rejected", "too_large", str(error))
         case _:
             return Outcome(ticket.sample, ticket.attempt, "failed", "stream", f"{type(error).__name__}: {error}")
+
+
+end_with_parent()  # imported in an engine before it loads its model, which takes minutes for a large one

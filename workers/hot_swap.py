@@ -3,7 +3,8 @@
 vLLM mixes `ServingExtension` into each worker (`worker_extension_cls`) and runs its methods between two engine steps
 (`collective_rpc`), so requests in flight go on. Importing this module in a worker also keeps a drafter's own head its
 own (`_never_share_own`), mends what sampled requests get on a CPU (`workers.cpu_sampling`) and prepares capture
-(`workers.tap`), which must happen before vLLM loads the models; a worker imports it early enough by itself.
+(`workers.tap`), which must happen before vLLM loads the models; a worker imports it early enough by itself. From then on the
+engine ends with the process that started it (`workers.parent`).
 """
 
 import functools
@@ -25,6 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle import utils as v2_eagle
 from torchspec_lite.export import verify
 from workers.cpu_sampling import mend_cpu_sampling
 from workers.draft_log import DraftLog
+from workers.parent import end_with_parent
 from workers.read_back import read_back
 from workers.serving_capture import ServingCapture
 from workers.tap import prepare_runners
@@ -228,3 +230,4 @@ def _has(model: nn.Module, own: str) -> bool:
 _never_share_own()
 prepare_runners()
 mend_cpu_sampling()
+end_with_parent()

@@ -71,6 +71,7 @@ class Watched:
 
     def __init__(self, folder: Path, *options: str):
         self.run_dir = folder / "runs" / "chaos"
+        self.born: set[psutil.Process] = set()  # every process of the run that was seen
         self.log = (folder / "screen.txt").open("a+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchspec_lite.cli", "train", "config.yaml", "--json", *options], cwd=folder,
@@ -92,12 +93,20 @@ class Watched:
         finally:
             ledger.close()
 
-    def pids(self, kind: str) -> list[int]:
+    def children(self) -> list[psutil.Process]:
         try:
             processes = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:  # the run is over
             return []
-        return [process.pid for process in processes if KINDS[kind] in command(process)]
+        self.born.update(processes)
+        return processes
+
+    def orphans(self) -> list[psutil.Process]:
+        """Those of `born` that are still there: one whose parent was killed is nobody's child any more."""
+        return [process for process in self.born if process.is_running() and command(process)]
+
+    def pids(self, kind: str) -> list[int]:
+        return [process.pid for process in self.children() if KINDS[kind] in command(process)]
 
     def until_trained(self, who: str) -> float:
         """Seconds until samples are trained; after a trainer's death some are taken back first."""
@@ -145,10 +154,10 @@ def test_kill_and_stop_every_kind_of_process(place, table):
             happened.append(f"{who}: {how}")
             table.add(happened[-1], took)
             print(f"{happened[-1]:<36} recovered in {took:5.1f} s")
-        children = psutil.Process(run.process.pid).children(recursive=True)
+        run.children()
         run.process.send_signal(signal.SIGINT)
         output, _ = run.process.communicate(timeout=900)
-        orphans = [process for process in children if process.is_running() and command(process)]
+        orphans = run.orphans()
     finally:
         if run.process.poll() is None:
             run.process.kill()
@@ -184,11 +193,11 @@ def stop(run: Watched, victim: int, chance: random.Random) -> float:
 
 def kill_driver(run: Watched, place: Path) -> tuple[Watched, float]:
     """kill -9 of the driver; whatever it had started must go too, then the run is resumed."""
-    children = psutil.Process(run.process.pid).children(recursive=True)
+    run.children()
     run.process.kill()
     run.process.wait(30)
     deadline = time.monotonic() + RECOVER_S
-    while left := [process for process in children if process.is_running() and command(process)]:
+    while left := run.orphans():
         assert time.monotonic() < deadline, f"still there after the driver's death: {[command(one) for one in left]}"
         time.sleep(0.1)
     resumed = Watched(place, "--resume")
