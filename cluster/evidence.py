@@ -64,20 +64,21 @@ def decide(evidence: Evidence, options: RolloutConfig, exhausted: bool) -> tuple
     return "wait", found
 
 
-def decide_on_users(live: Counts, predicted_old: Counts, options: RolloutConfig) -> tuple[Decision, str]:
+def decide_on_users(live: Counts, predicted_new: float, predicted_old: Counts, options: RolloutConfig) -> tuple[Decision, str]:
     """Promote, roll back, or wait (users' requests do not tell), for a version that the trainers predict to be better on
     users' newest requests, pair by pair.
 
-    `live`: users' rounds since the swap. `predicted_old`: the serving version's on those newest requests. As other requests
-    are compared here, a difference must be beyond what chance makes of it to speak against the version.
+    `live`: users' rounds since the swap. `predicted_new`, `predicted_old`: acceptance length of the new version and rounds of
+    the serving one on those newest requests. As other requests are compared here, a difference must be beyond what chance
+    makes of it to speak against the version.
     """
     if live.rounds < options.min_rounds:
         return "wait", f"{live.rounds} rounds of users' requests"
     if problem := _alarm(live, predicted_old, options):
         return "roll_back", problem
     interval = compare(live, predicted_old, options.confidence)
-    found = (f"acceptance length {live.acceptance_length:.3f} on users' requests in {live.rounds} rounds; the serving version's "
-             f"is {predicted_old.acceptance_length:.3f} on those before, by the trainers, who predict the new one to be better there")
+    found = (f"acceptance length {live.acceptance_length:.3f} on users' requests in {live.rounds} rounds; on those before, the "
+             f"trainers predict {predicted_new:.3f} against the serving version's {predicted_old.acceptance_length:.3f}")
     if interval.high < -options.worse_margin:
         return "wait", f"worse than before: {found}"
     return "promote", found

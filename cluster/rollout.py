@@ -122,7 +122,7 @@ class Rollout:
         if mismatch:
             return await self._roll_back(export, mismatch)
         live = await self._users_rounds(canaries)
-        decision, reason = decide_on_users(live, Counts.of_list(export.serving_counts), self.options)
+        decision, reason = decide_on_users(live, export.predicted_walked, Counts.of_list(export.serving_counts), self.options)
         if decision == "roll_back":
             return await self._roll_back(export, reason)
         if decision == "wait":

@@ -71,7 +71,7 @@ OLD = Counts(400, (200,))  # predicted for the serving version: 1.5
 def test_users_requests_speak_against_a_version_only_beyond_chance(live, decision, why):
     # Standard error of a difference of two shares: sqrt(.3 * .7 / 199 + .5 * .5 / 399) = 0.041; 1.645 of it and the margin
     # are 0.097.
-    found, reason = decide_on_users(live, OLD, OPTIONS)
+    found, reason = decide_on_users(live, 1.6, OLD, OPTIONS)
     assert found == decision and why in reason
 
 
