@@ -106,9 +106,9 @@ class Rollout:
         return await self._promote(export, [name for name in replicas if name not in canaries], reason)
 
     async def _users_may_tell(self, export: Export) -> bool:
-        """Whether users' own requests can stand for shadow prompts, which would slow them: some run just now, and the
-        trainers have compared the two versions on the newest ones, which they do not train on."""
-        if not export.serving_counts or Counts.of_list(export.serving_counts).rounds < self.options.min_rounds:
+        """Whether users' own requests can stand for shadow prompts, which would slow them: some run just now, and the trainers
+        have compared this version and the one that still serves on the newest ones, which they do not train on."""
+        if export.serving_version != self.serving.version or Counts.of_list(export.serving_counts).rounds < self.options.min_rounds:
             return False
         return any(stats["running"] for stats in await self.pool.stats())
 

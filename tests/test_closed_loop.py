@@ -227,7 +227,7 @@ def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
     (tmp_path / "drafters" / "v000003").mkdir(parents=True)
     look = served.look("candidate")
     assert (look.decision, look.serving.walked, look.candidate.walked) == ("go_on", 1.50, 1.30)
-    assert (look.drafter, look.serving_drafter) == ("candidate", "serving")
+    assert (look.drafter, look.serving_drafter, look.serving_version) == ("candidate", "serving", 3)
     lengths["candidate"] = 1.60
     assert served.look("candidate").decision == "export"
     lengths["serving", "candidate", 0.5] = 1.65

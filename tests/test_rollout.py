@@ -96,12 +96,13 @@ def start(tmp_path, monkeypatch):
 PROBE = ParityProbe(2, [1, 2, 7, 8, 9], [[8, 9], [9, 4], [5, 6]])
 
 
-def export(root, version, predicted, probes=(PROBE,), serving=None):
+def export(root, version, predicted, probes=(PROBE,), serving=None, against=0):
     directory = root / "r" / "drafters" / f"v{version:06d}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").write_text("{}")
     return Export(version, version * 10, version * 100, version - 1 if version else None, str(directory), predicted,
-                  predicted, [], list(probes), serving and serving.acceptance_length, serving and serving.as_list())
+                  predicted, [], list(probes), serving and serving.acceptance_length, serving and serving.as_list(),
+                  against if serving else None)
 
 
 LENGTHS = {"v000000": 1.2, "v000001": 1.5, "v000002": 1.1, "v000003": 1.0}
@@ -183,12 +184,13 @@ def test_users_are_spared_a_version_that_drafts_nothing_or_otherwise(start, tmp_
     assert coordinator.alarms and pool.asked == [] and pool.running == {"a": "v000000"}
 
 
-@pytest.mark.parametrize("names, counts", [(["a", "b"], Counts(400, (80,))), (["a"], Counts(99, (20,))), (["a"], None)])
-def test_shadow_prompts_are_asked_where_a_replica_keeps_the_old_version_or_little_was_compared(
-        start, tmp_path, hasty, names, counts):
+@pytest.mark.parametrize("names, counts, against", [
+    (["a", "b"], Counts(400, (80,)), 0), (["a"], Counts(99, (20,)), 0), (["a"], None, 0), (["a"], Counts(400, (80,)), 7)])
+def test_shadow_prompts_are_asked_where_a_replica_keeps_the_old_version_or_another_or_little_was_compared(
+        start, tmp_path, hasty, names, counts, against):
     pool = BusyPool(names, LENGTHS)
     rollout, _ = start(pool)
-    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5, serving=counts))) == "promoted"
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5, serving=counts, against=against))) == "promoted"
     assert "v000000" in pool.asked
 
 

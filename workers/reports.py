@@ -51,8 +51,8 @@ class Export:
     """A drafter version that the trainers wrote. Predictions are None without held-out samples.
 
     `probes` are short held-out texts with what the exported weights draft along them. With served traffic the predictions
-    are on the window of present traffic; `serving_walked` and `serving_counts` (`Counts.as_list`) are the serving version's on the
-    same window."""
+    are on the window of present traffic; `serving_walked` and `serving_counts` (`Counts.as_list`) are those of the version that
+    served then, `serving_version`, on the same window."""
 
     version: int
     step: int
@@ -65,6 +65,7 @@ class Export:
     probes: list[ParityProbe]
     serving_walked: float | None = None
     serving_counts: list[int] | None = None
+    serving_version: int | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Look:
     drafter: Drafter
     candidate: Prediction
     serving: Prediction
+    serving_version: int
     serving_drafter: Drafter
 
 
@@ -74,7 +75,7 @@ class ServedTraffic:
             self.coordinator.tell("event", "rest", f"training rests: {self.intake.options.rest_after} looks without gain; it "
                                   f"wakes when the predicted acceptance length on present traffic falls under "
                                   f"{present.walked - self.intake.options.wake_drop:.2f}")
-        return Look(decision, drafter, candidate, present, serving)
+        return Look(decision, drafter, candidate, present, self.known[0], serving)
 
     def wakes(self) -> bool:
         """Look at the serving version again once half of the window is new; whether training shall go on."""

@@ -366,7 +366,7 @@ class Trainer:
             version, self.learner.step, self.samples_done, parent, str(path),
             prediction.acceptance_length if prediction is not None else None, walked,
             list(prediction.walk.per_position) if prediction is not None else [], probes,
-            look and look.serving.walked, look and look.serving.walk.as_list()))
+            *((look.serving.walked, look.serving.walk.as_list(), look.serving_version) if look else ())))
 
     def _predict_on(self, drafter: Drafter, pairs: list[tuple[Sample, TeacherStatistics]]) -> Prediction | None:
         if not pairs:
