@@ -60,7 +60,9 @@ class ReplicaDeployment:
         await self.replica.check_health()
 
     async def on_replica(self, name: str | None, method: str, args: list) -> dict | None:
-        """Run a method of the replica called `name` (None: of each). The others answer None."""
+        """Run a method of the replica called `name` (None: of each). The others answer None, and so does one whose engine
+        died: Ray Serve has only not replaced it yet."""
+        from vllm.v1.engine.exceptions import EngineDeadError
         if name not in (None, self.replica.name):
             return None
         try:
@@ -69,6 +71,8 @@ class ReplicaDeployment:
                 value = await value
         except SwapRefused as refusal:
             return {"replica": self.replica.name, "refused": [refusal.stage, refusal.reason]}
+        except EngineDeadError:
+            return None
         return {"replica": self.replica.name, "value": value}
 
     def __del__(self):
