@@ -14,9 +14,8 @@ def asked(error: Exception, name="a"):
     async def shadow():
         raise error
 
-    deployment = object.__new__(ReplicaDeployment.func_or_class)
-    deployment.replica = SimpleNamespace(name="a", shadow=shadow, close=lambda: None)
-    return asyncio.run(deployment.on_replica(name, "shadow", []))
+    deployment = SimpleNamespace(replica=SimpleNamespace(name="a", shadow=shadow))
+    return asyncio.run(ReplicaDeployment.func_or_class.on_replica(deployment, name, "shadow", []))
 
 
 def test_it_has_no_say_so_that_the_rollout_waits_for_its_successor():
