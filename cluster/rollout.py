@@ -24,6 +24,10 @@ REPLICA_WAIT_S = 300.0
 RETRY_S = 1.0
 LOOK_S = 0.5
 """Between two looks at what users' requests have brought."""
+USERS_WAIT_S = 60.0
+PATIENCE = 4
+"""A version that looks worse on users' requests is looked at for so long, and for so many times rollout.min_rounds: rounds of
+one request resemble each other, so a few hard requests look like a bad drafter. It costs users less than shadow prompts."""
 
 
 class Rollout:
@@ -121,8 +125,7 @@ class Rollout:
         mismatch = await self._parity(canaries[0], export)
         if mismatch:
             return await self._roll_back(export, mismatch)
-        live = await self._users_rounds(canaries)
-        decision, reason = decide_on_users(live, export.predicted_walked, Counts.of_list(export.serving_counts), self.options)
+        decision, reason, live = await self._ask_users(export, canaries)
         if decision == "roll_back":
             return await self._roll_back(export, reason)
         if decision == "wait":
@@ -131,14 +134,21 @@ class Rollout:
             return None
         return await self._promote(export, [], reason, live)
 
-    async def _users_rounds(self, names: list[str]) -> Counts:
-        """Users' draft rounds from now on: as many as decide, or those of LOOK_FOR_TRAFFIC_S."""
+    async def _ask_users(self, export: Export, names: list[str]) -> tuple[Decision, str, Counts]:
+        """What users' rounds from now on say, as soon as they say something; `wait` when they have stopped asking, or when
+        PATIENCE or USERS_WAIT_S is over."""
         before = {stats["replica"]: stats for stats in await self.pool.stats()}
-        deadline = time.monotonic() + LOOK_FOR_TRAFFIC_S
+        begun = heard = time.monotonic()
+        seen = 0
         while True:
             live, _ = await self._live(before, names, Counts(0, ()))
-            if live.rounds >= self.options.min_rounds or time.monotonic() >= deadline:
-                return live
+            decision, reason = decide_on_users(live, export.predicted_walked, Counts.of_list(export.serving_counts), self.options)
+            now = time.monotonic()
+            if live.rounds > seen:
+                seen, heard = live.rounds, now
+            if (decision != "wait" or seen >= PATIENCE * self.options.min_rounds or now >= heard + LOOK_FOR_TRAFFIC_S
+                    or now >= begun + USERS_WAIT_S):
+                return decision, reason, live
             await asyncio.sleep(LOOK_S)  # counters are seen only by asking
 
     async def overrule(self, action: str, version: int | None) -> None:

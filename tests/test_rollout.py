@@ -166,6 +166,23 @@ def test_where_users_requests_do_not_tell_shadow_prompts_decide(start, tmp_path,
     assert pool.running == {"a": "v000000"} and pool.promoted is None
 
 
+def test_hard_requests_do_not_speak_against_a_version_when_easier_ones_follow(start, tmp_path, hasty):
+    pool = BusyPool(["a"], {"v000000": 1.5, "v000001": 1.0})
+    rollout, coordinator = start(pool, alarm_acceptance=1.0)
+    stats, looks = pool.stats, []
+
+    async def easier_later():
+        looks.append(pool.running["a"])
+        pool.length["v000001"] = 1.1 if looks.count("v000001") < 5 else 1.9
+        return await stats()
+
+    pool.stats = easier_later
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.6, serving=Counts(400, (200,))))) == "promoted"
+    # 60 rounds a look after the one it begins with: 1.1 three times, then 1.9. With 240 rounds that is 1.30 and still worse
+    # (1.645 standard errors are 0.064), with 300 it is 1.42, and -0.08 + 0.06 is not under -0.03.
+    assert pool.asked == [] and "1.420 on users' requests in 300 rounds" in coordinator.states[-1][2]
+
+
 def test_a_version_that_users_requests_left_open_ends_when_a_newer_one_is_tried(start, tmp_path, hasty):
     pool = BusyPool(["a"], {"v000000": 1.2, "v000001": 1.1, "v000002": 1.5})
     rollout, coordinator = start(pool)
