@@ -73,7 +73,7 @@ class Rollout:
         canaries = self.canaries = replicas[:max(1, math.floor(self.options.canary_share * len(replicas)))]
         tried = len(canaries) == len(replicas) and await self._users_may_tell(export)
         if tried:
-            state = await self._guarded(self._try_on_users(export, canaries), export)
+            state = await self._guarded(self._try_on_users(export), export)
             if state is not None:
                 return state
         await self.measure(self.serving)
@@ -96,18 +96,24 @@ class Rollout:
     async def _try(self, export: Export, replicas: list[str]) -> str:
         """On the canaries, against the others on users' requests or against the serving version on shadow prompts."""
         canaries = self.canaries
-        await self._state(export, "canary", f"on {len(canaries)} of {len(replicas)} replicas")
-        for name in canaries:
-            await self._swap(name, export)
         # With nobody beside the canaries only shadow prompts can tell: asked at once, beside the probes.
         ahead = self.options.shadow_prompts if len(canaries) == len(replicas) else 0
-        mismatch, _ = await asyncio.gather(self._parity(canaries[0], export), self._ask(canaries[0], export, ahead))
+        mismatch = await self._begin_trial(export, f"on {len(canaries)} of {len(replicas)} replicas", ahead)
         if mismatch:
             return await self._roll_back(export, mismatch)
         decision, reason = await self._compare(export, canaries)
         if decision != "promote":
             return await self._roll_back(export, reason)
         return await self._promote(export, [name for name in replicas if name not in canaries], reason)
+
+    async def _begin_trial(self, export: Export, where: str, ahead: int = 0) -> str | None:
+        """Swap the canaries and check parity, while `ahead` shadow prompts are asked; the reason if it drafts otherwise."""
+        await self._state(export, "canary", where)
+        for name in self.canaries:
+            await self._swap(name, export)
+        first = self.canaries[0]
+        mismatch, _ = await asyncio.gather(self._parity(first, export), self._ask(first, export, ahead))
+        return mismatch
 
     async def _users_may_tell(self, export: Export) -> bool:
         """Whether users' own requests can stand for shadow prompts, which would slow them: some run just now, and the trainers
@@ -116,16 +122,14 @@ class Rollout:
             return False
         return any(stats["running"] for stats in await self.pool.stats())
 
-    async def _try_on_users(self, export: Export, canaries: list[str]) -> str | None:
+    async def _try_on_users(self, export: Export) -> str | None:
         """On all replicas at once, by parity and by users' requests; None, with the serving version back, where these
         do not tell."""
-        await self._state(export, "canary", f"on users' requests, {len(canaries)} of {len(canaries)} replicas")
-        for name in canaries:
-            await self._swap(name, export)
-        mismatch = await self._parity(canaries[0], export)
+        count = len(self.canaries)
+        mismatch = await self._begin_trial(export, f"on users' requests, {count} of {count} replicas")
         if mismatch:
             return await self._roll_back(export, mismatch)
-        decision, reason, live = await self._ask_users(export, canaries)
+        decision, reason, live = await self._ask_users(export)
         if decision == "roll_back":
             return await self._roll_back(export, reason)
         if decision == "wait":
@@ -134,14 +138,14 @@ class Rollout:
             return None
         return await self._promote(export, [], reason, live)
 
-    async def _ask_users(self, export: Export, names: list[str]) -> tuple[Decision, str, Counts]:
+    async def _ask_users(self, export: Export) -> tuple[Decision, str, Counts]:
         """What users' rounds from now on say, as soon as they say something; `wait` when they have stopped asking, or when
         PATIENCE or USERS_WAIT_S is over."""
         before = {stats["replica"]: stats for stats in await self.pool.stats()}
         begun = heard = time.monotonic()
         seen = 0
         while True:
-            live, _ = await self._live(before, names, Counts(0, ()))
+            live, _ = await self._live(before, self.canaries, Counts(0, ()))
             decision, reason = decide_on_users(live, export.predicted_walked, Counts.of_list(export.serving_counts), self.options)
             now = time.monotonic()
             if live.rounds > seen:

@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torchspec_lite.errors import UserError
 from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.target import describe
 from workers.engine import engine_args, engine_env
+from workers.parent import end_with
 
 EXTENSION = "workers.hot_swap.ServingExtension"
 KV_CACHE_MIB = 512
@@ -257,13 +257,8 @@ def _measure(request: Request) -> dict:
     return result
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with(sys.stdin.fileno())
     place = Path(sys.argv[1])
     asked = Request(**json.loads((place / "request.json").read_text()))
     (place / "result.json").write_text(json.dumps(_measure(asked)))
