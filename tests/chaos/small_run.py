@@ -286,15 +286,16 @@ class SmallRun:
 
     def _look(self) -> None:
         """Hear what the processes say and start again what died; at most a moment's wait."""
-        sentinels = {process.sentinel: name for name, process in self.processes.items()}
+        sentinels = {process.sentinel: (name, process) for name, process in self.processes.items()}
         pipes = {pipe: name for name, pipe in self.pipes.items()}
         for ready in wait([*sentinels, *pipes], timeout=0.02):
-            name = sentinels.get(ready) or pipes.get(ready)
-            if name not in self.processes:
-                continue  # ended a moment ago, with another
+            # What went before in this very loop may have started others of these names: the old ones have no say.
             if ready in pipes:
-                self._hear(name, ready)
-            elif not self.pipes.get(name) or not self.pipes[name].poll(0):
+                if self.pipes.get(pipes[ready]) is ready:
+                    self._hear(pipes[ready], ready)
+                continue
+            name, process = sentinels[ready]
+            if self.processes.get(name) is process and not (name in self.pipes and self.pipes[name].poll(0)):
                 self._died(name)
 
     def _hear(self, name: str, pipe) -> None:
