@@ -230,7 +230,7 @@ def test_the_numbers_on_the_page_are_those_of_the_run(browser, still):
     assert shown["served"] == f"{snapshot.served:.2f}" and shown["served_before"] == "1.27"
     assert (shown["serving_version"], shown["version"]) == ("v11", "v12")
     assert shown["predicted"] == f"{snapshot.predicted:.2f}" and shown["gap"] == f"{gap:+.2f}".replace("-", "−")
-    assert (shown["loss"], shown["step"], shown["prompts"]) == ("1.473", "601", "855 of 1,200")
+    assert (shown["loss"], shown["step"], shown["prompts"]) == ("1.473", "601", "855 of 1,200, 30 in training")
     assert (shown["tokens_per_s"], shown["state"]) == ("919", "Running")
     assert shown["waiting"] == "Trainers wait for the target 41% of the time; add target workers (now 1)."
     assert "replica r1: no answer for 6 s" in shown["alarm"]

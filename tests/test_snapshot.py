@@ -131,7 +131,7 @@ def test_drafting_that_costs_more_than_it_gives_is_said(running, most, words):
 
 def test_progress_line():
     assert progress_line(RUNNING) == (
-        "7 min 30 s · prompts 120/400 · step 55 · 51.2k tokens, 880/s · loss 2.345 · predicted AL 2.40 · "
+        "7 min 30 s · prompts 120 of 400, 6 in training · step 55 · 51.2k tokens, 880/s · loss 2.345 · predicted AL 2.40 · "
         "served AL 1.31 → 2.18 · v4 (serving v3)"
     )
     fresh = Snapshot(run="demo", state="starting", started=0.0, updated=0.0)

@@ -311,10 +311,16 @@ def resting_sentence(snapshot: Snapshot) -> str | None:
     return "Training rests: the last looks gained nothing on present traffic; it wakes when the drafter gets worse there."
 
 
+def prompts_in_words(snapshot: Snapshot) -> str:
+    """Prompts done with, of all, and those that have some of their passes before them."""
+    total = f" of {snapshot.prompts_total:,}" if snapshot.prompts_total else ""
+    streamed = (snapshot.samples or {}).get("streamed", 0)
+    return f"{snapshot.prompts_done:,}{total}" + (f", {streamed:,} in training" if streamed else "")
+
+
 def progress_line(snapshot: Snapshot) -> str:
     """One line for the terminal."""
-    done = f"{snapshot.prompts_done:,}" + (f"/{snapshot.prompts_total:,}" if snapshot.prompts_total else "")
-    parts = [format_duration(snapshot.elapsed_s), f"prompts {done}", f"step {snapshot.step:,}"]
+    parts = [format_duration(snapshot.elapsed_s), f"prompts {prompts_in_words(snapshot)}", f"step {snapshot.step:,}"]
     parts.append(f"{format_count(snapshot.tokens_trained)} tokens, {snapshot.pipeline.trained_tokens_per_s:,.0f}/s")
     if snapshot.loss is not None:
         parts.append(f"loss {snapshot.loss:.3f}")

@@ -6,7 +6,9 @@ from html import escape
 
 from cluster.dashboard.charts import STATE_WORDS, predicted_line
 from cluster.dashboard.view import View
-from torchspec_lite.snapshot import Buffer, Pipeline, Snapshot, format_count, format_duration, is_over, sentences
+from torchspec_lite.snapshot import (
+    Buffer, Pipeline, Snapshot, format_count, format_duration, is_over, prompts_in_words, sentences,
+)
 
 STATES = {
     "starting": "Starting",
@@ -83,9 +85,8 @@ def progress(view: View) -> str:
     snapshot = view.snapshot
     if snapshot is None:
         return ""
-    total = snapshot.prompts_total
     facts = [
-        ("prompts", f"{snapshot.prompts_done:,}" + (f" of {total:,}" if total else ""), "prompts"),
+        ("prompts", prompts_in_words(snapshot), "prompts"),
         ("tokens trained", format_count(snapshot.tokens_trained), "tokens_trained"),
         ("trained a second", f"{snapshot.pipeline.trained_tokens_per_s:,.0f}", "tokens_per_s"),
         ("loss", _number(snapshot.loss, 3), "loss"),
