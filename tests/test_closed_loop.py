@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.stream_peers import EXPECT, LIMIT_S, make_sample
+from torchspec_lite.acceptance import Counts
 from torchspec_lite.config import build
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import SenderKeys, load_keys, make_pair
@@ -160,6 +161,17 @@ def test_a_second_answer_is_not_predicted_on_and_waits_as_long_as_the_first(clos
     assert "traffic-second-x" in intake.buffer.entries
 
 
+def test_what_was_looked_at_is_trained_at_once(closing):
+    intake, sender = intake_of(closing, Told(), lambda: 0.0, window=4)
+    stream(intake, sender, 3)
+    intake.let_train()
+    assert not intake.window and [entry.sample.ordinal for entry in intake.buffer.entries.values()] == [0, 1, 2]
+    sender.send(make_sample(3, 20))
+    while intake.arrivals < 4:
+        intake.fill(LIMIT_S)
+    assert [entry.sample.ordinal for entry in intake.newest()] == [3]
+
+
 def test_other_ranks_train_at_once(closing):
     intake, sender = intake_of(closing, Told(), lambda: 0.0)
     intake.rank = 1
@@ -212,34 +224,70 @@ def test_a_resting_trainer_keeps_the_newest(closing):
     assert {reason for _, _, reason in told.of("rejected")} == {"newer_came"} and len(told.of("rejected")) == 12
 
 
+class Looks:
+    """`ServedTraffic` at whose looks `lengths` gives each drafter's accepted drafts in 100 rounds a request."""
+
+    def __init__(self, tmp_path, monkeypatch, **traffic):
+        self.told = Told(serving=3)
+        config = build({"target": {"model": "x"}, "data": {"train": ["demo"]},
+                        "traffic": {"fraction": 1, "window": 8, "blend": [0.5]} | traffic}, "test")
+        self.intake = TrafficIntake(config, 0, EXPECT, self.told, lambda sample: "taught")
+        self.lengths = {"serving": 50, ("serving", "candidate", 0.5): 20}
+        self.served = ServedTraffic(self.intake, ReuseBuffer(1, 1, 0), tmp_path, None, None, self.told, self._predict)
+        monkeypatch.setattr("workers.served.load_drafter", lambda folder, info, head: "serving")
+        monkeypatch.setattr("workers.served.blend", lambda *ends: ends)
+
+    def _predict(self, drafter, pairs):
+        walk = Counts(100 * len(pairs), (self.lengths[drafter] * len(pairs),))
+        return SimpleNamespace(walked=walk.acceptance_length, walk=walk)
+
+    def come(self, requests):
+        for _ in range(requests):
+            self.intake._keep(Entry(make_sample(self.intake.arrivals, 20), "taught"), self.served.pace.resting)
+
+    def look(self, requests, candidate, blended=20):
+        """So many requests come; what is seen of them."""
+        self.come(requests)
+        self.lengths["candidate"], self.lengths["serving", "candidate", 0.5] = candidate, blended
+        return self.served.look("candidate")
+
+
 def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):
-    told = Told(serving=3)
-    config = build({"target": {"model": "x"}, "data": {"train": ["demo"]},
-                    "traffic": {"fraction": 1, "window": 8, "rest_after": 2, "blend": [0.5]}}, "test")
-    intake = TrafficIntake(config, 0, EXPECT, told, lambda sample: "taught")
-    intake.window.extend(SimpleNamespace(sample=SimpleNamespace(id=f"sample{place}"), statistics="taught") for place in range(8))
-    lengths = {"candidate": 1.30, "serving": 1.50, ("serving", "candidate", 0.5): 1.20}
-    served = ServedTraffic(intake, ReuseBuffer(1, 1, 0), tmp_path, None, None, told,
-                           lambda drafter, pairs: SimpleNamespace(walked=lengths[drafter]))
-    monkeypatch.setattr("workers.served.load_drafter", lambda folder, info, head: "serving")
-    monkeypatch.setattr("workers.served.blend", lambda *ends: ends)
-    assert served.look("candidate") is None  # the serving version's folder is gone
+    looks = Looks(tmp_path, monkeypatch, rest_after=2)
+    served, told = looks.served, looks.told
+    assert looks.look(8, 30) is None  # the serving version's folder is gone
     (tmp_path / "drafters" / "v000003").mkdir(parents=True)
-    look = served.look("candidate")
+    look = looks.look(0, 30)
     assert (look.decision, look.serving.walked, look.candidate.walked) == ("go_on", 1.50, 1.30)
     assert (look.drafter, look.serving_drafter, look.serving_version) == ("candidate", "serving", 3)
-    lengths["candidate"] = 1.60
-    assert served.look("candidate").decision == "export"
-    lengths["serving", "candidate", 0.5] = 1.65
-    assert served.look("candidate").drafter == ("serving", "candidate", 0.5)
-    lengths["serving", "candidate", 0.5] = lengths["candidate"] = 1.51
-    assert [served.look("candidate").decision for _ in range(2)] == ["go_on", "rest"]
+    assert len(looks.intake.buffer) == 8 and not looks.intake.window
+    assert looks.look(8, 60).decision == "export"
+    assert looks.look(8, 60, 65).drafter == ("serving", "candidate", 0.5)
+    assert [looks.look(8, 51, 51).decision for _ in range(2)] == ["go_on", "rest"]
     assert [kind for kind, _ in told.of("event")] == ["rest"]
-    lengths["serving"] = 1.40
+    looks.lengths["serving"] = 40
     assert not served.wakes()  # nothing new in the window
-    intake.arrivals += 4
+    looks.come(4)
     assert served.wakes() and [kind for kind, _ in told.of("event")] == ["rest", "wake"]
-    assert [report.resting for (report,) in told.of("pace")] == [False, False, False, False, True, False]
+    assert [(report.window, report.serving, report.candidate, report.resting) for (report,) in told.of("pace")] == [
+        (8, 1.5, 1.3, False), (8, 1.5, 1.6, False), (8, 1.5, 1.65, False), (8, 1.5, 1.51, False), (8, 1.5, 1.51, True),
+        (4, 1.4, None, False)]
+
+
+def test_few_requests_are_looked_at_together_with_those_of_the_look_before(tmp_path, monkeypatch):
+    (tmp_path / "drafters" / "v000003").mkdir(parents=True)
+    (tmp_path / "drafters" / "v000004").mkdir()
+    looks = Looks(tmp_path, monkeypatch, export_margin=0.05)
+    assert looks.look(3, 60) is None                     # versions are exported by step count until four have come
+    assert looks.look(1, 52).decision == "go_on"         # half of the window, at least
+    assert not looks.intake.window
+    waits = looks.look(3, 90)
+    assert (waits.decision, waits.candidate) == ("go_on", None) and len(looks.intake.window) == 3
+    # Four requests at +0.02 and four at +0.06: +0.04. The next four push the first out: +0.06.
+    assert [looks.look(1, 56).decision, looks.look(4, 56).decision] == ["go_on", "export"]
+    assert looks.look(4, 52).decision == "go_on"         # what led to a version does not count again
+    looks.told.serving = 4
+    assert looks.look(4, 57).decision == "export"        # nor does what was seen of another serving version
 
 
 @pytest.mark.parametrize("values, named", [

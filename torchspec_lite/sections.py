@@ -271,8 +271,8 @@ class TrafficConfig(Section):
     max_age_s: float = Field(default=3600, gt=0)
     """Captured requests older than this leave the trainers' memory, trained or not."""
     window: int = Field(default=16, ge=4)
-    """Newest captured requests: predicted on, to tell what a drafter is worth on present traffic, and trained on only when
-    as many newer ones have come."""
+    """Most captured requests that wait to be predicted on, which tells what a drafter is worth on present traffic. They are
+    trained on when that is done, which takes half as many at least, or when as many newer ones have come."""
     second_answers: int = Field(default=0, ge=0)
     """Times that the target answers a sampled request's prompt once more, at temperature 1, for the trainers alone: the same
     traffic teaches more. Only while training does not rest and few requests run (traffic.second_answers_below)."""

@@ -99,7 +99,7 @@ class Traffic:
     samples: dict[str, int] | None = None
     """Those that reached a trainer to be trained on, by the ledger's states."""
     window: int = 0
-    """Newest requests, predicted on and not trained yet."""
+    """Requests that the last looks predicted on, before they were trained."""
     window_serving: float | None = None
     """Acceptance length predicted on the window for the serving version."""
     window_candidate: float | None = None

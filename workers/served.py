@@ -1,11 +1,12 @@
 """What a trainer rank does with served traffic: takes it in, mixes it with general samples, and judges what was learned."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchspec_lite.acceptance import Prediction
+from torchspec_lite.acceptance import Counts, Prediction
 from torchspec_lite.blend import blend
 from torchspec_lite.drafter import Drafter
 from torchspec_lite.export import load_drafter, version_path
@@ -17,20 +18,33 @@ from workers.reports import PaceReport
 from workers.traffic_intake import TrafficIntake
 
 LEAST_WINDOW = 4
-"""With fewer samples in the window nothing is predicted, and versions are exported by step count."""
+"""Until so many requests have come nothing is predicted, and versions are exported by step count."""
 Predict = Callable[[Drafter, list], Prediction | None]
 
 
 @dataclass(frozen=True)
 class Look:
-    """Two drafters on the same window: the one that training has to offer, and the version that serves."""
+    """Two drafters on the same window: the one that training has to offer, and the version that serves. Without the two
+    predictions nothing was looked at, for want of new requests."""
 
     decision: Literal["export", "go_on", "rest"]
     drafter: Drafter
-    candidate: Prediction
-    serving: Prediction
+    candidate: Prediction | None
+    serving: Prediction | None
     serving_version: int
     serving_drafter: Drafter
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a look saw: rounds on its requests of what training had to offer then, and of the version that served."""
+
+    requests: int
+    candidate: Counts
+    serving: Counts
+
+    def __add__(self, other: "Seen") -> "Seen":
+        return Seen(self.requests + other.requests, self.candidate + other.candidate, self.serving + other.serving)
 
 
 class ServedTraffic:
@@ -43,6 +57,7 @@ class ServedTraffic:
         self.mixture = Mixture(general, intake.buffer, intake.options.general_share)
         self.pace = Pace(intake.options)
         self.looked_at = 0
+        self.seen: deque[Seen] = deque()  # the last looks at the version that serves
         self.known: tuple[int, Drafter] | None = None
         self.anchor: Drafter | None = None
 
@@ -56,26 +71,44 @@ class ServedTraffic:
         return self.intake.count_pass(served) + self.mixture.count_general_pass(entries)
 
     def look(self, drafter: Drafter) -> Look | None:
-        """Compare what training has to offer with the serving version on the window; None when there is nothing to
-        compare on. On offer are the trained weights and those `traffic.blend` of the way to them, from the version that
-        served when training began or woke."""
-        serving = self._serving()
-        if serving is None or len(self.intake.newest()) < LEAST_WINDOW:
+        """Compare what training has to offer with the serving version on the window, which is let go to be trained on; None
+        before anything can be compared. On offer are the trained weights and those `traffic.blend` of the way to them, from
+        the version that served when training began or woke.
+
+        A request waits for one look only, so that what it teaches is soon in use. Then few are compared at a time, so the
+        last looks at the same serving version count too, up to `traffic.window` requests.
+        """
+        serving, fresh = self._serving(), len(self.intake.newest())
+        if serving is None or not self.looked_at and fresh < LEAST_WINDOW:
             return None
         self.anchor = self.anchor or serving
+        if fresh < max(LEAST_WINDOW, self.intake.options.window // 2):
+            return Look("go_on", drafter, None, None, self.known[0], serving)
         offers = [drafter, *(blend(self.anchor, drafter, share) for share in self.intake.options.blend)]
         predicted, present = [self._on_window(offer) for offer in offers], self._on_window(serving)
         if None in predicted or present is None:
             return None
         drafter, candidate = max(zip(offers, predicted), key=lambda pair: pair[1].walked)
         self.looked_at = self.intake.arrivals
-        decision = self.pace.look(candidate.walked, present.walked)
-        self._report(present.walked, candidate.walked)
+        self.intake.let_train()
+        seen = self._with_looks_before(Seen(fresh, candidate.walk, present.walk))
+        decision = self.pace.look(seen.candidate.acceptance_length, seen.serving.acceptance_length)
+        self._report(seen)
+        if decision != "go_on":
+            self.seen.clear()
         if decision == "rest":
             self.coordinator.tell("event", "rest", f"training rests: {self.intake.options.rest_after} looks without gain; it "
                                   f"wakes when the predicted acceptance length on present traffic falls under "
-                                  f"{present.walked - self.intake.options.wake_drop:.2f}")
+                                  f"{seen.serving.acceptance_length - self.intake.options.wake_drop:.2f}")
         return Look(decision, drafter, candidate, present, self.known[0], serving)
+
+    def _with_looks_before(self, seen: Seen) -> Seen:
+        """This look and those before it, as many as `traffic.window` has place for. What was on offer then is not better than
+        what is now, so a gain is, if anything, underestimated."""
+        self.seen.append(seen)
+        while len(self.seen) > 1 and sum(look.requests for look in self.seen) > self.intake.options.window:
+            self.seen.popleft()
+        return sum(self.seen, Seen(0, Counts(0, ()), Counts(0, ())))
 
     def wakes(self) -> bool:
         """Look at the serving version again once half of the window is new; whether training shall go on."""
@@ -84,18 +117,20 @@ class ServedTraffic:
         self.looked_at = self.intake.arrivals
         serving = self._serving()
         present = serving and self._on_window(serving)
-        if present is None or not self.pace.wakes(present.walked):
-            if present is not None:
-                self._report(present.walked, None)
+        if present is None:
+            return False
+        wakes = self.pace.wakes(present.walked)
+        self._report(Seen(len(self.intake.newest()), Counts(0, ()), present.walk))
+        if not wakes:
             return False
         self.anchor = serving
-        self._report(present.walked, None)
         self.coordinator.tell("event", "wake", f"training wakes: predicted acceptance length on present traffic fell to "
                               f"{present.walked:.2f}")
         return True
 
-    def _report(self, serving: float, candidate: float | None) -> None:
-        self.coordinator.tell("pace", PaceReport(len(self.intake.newest()), serving, candidate, self.pace.resting))
+    def _report(self, seen: Seen) -> None:
+        candidate = seen.candidate.acceptance_length if seen.candidate.rounds else None
+        self.coordinator.tell("pace", PaceReport(seen.requests, seen.serving.acceptance_length, candidate, self.pace.resting))
 
     def _on_window(self, drafter: Drafter) -> Prediction | None:
         return self.predict(drafter, [(entry.sample, entry.statistics) for entry in self.intake.newest()])
@@ -109,4 +144,5 @@ class ServedTraffic:
             if not folder.is_dir():
                 return None
             self.known = version, load_drafter(folder, self.info, self.head)
+            self.seen.clear()
         return self.known[1]

@@ -18,9 +18,9 @@ Teach = Callable[[Sample], TeacherStatistics]
 class TrafficIntake:
     """Memory only: nothing of a served request is written anywhere. `teach` works out a sample's teacher statistics.
 
-    On rank 0 the newest requests are the window, which is predicted on; what leaves it waits in the buffer for its passes,
-    so everything is predicted on before it is trained. A second answer is not predicted on, but waits as long as the first
-    one, which came before it. What is older than `traffic.max_age_s` leaves both.
+    On rank 0 requests wait in the window to be predicted on, then in the buffer for their passes: until the next look
+    (`let_train`), or until as many newer ones have come as the window has place for. A second answer is not predicted on,
+    but waits as long as the first one, which came before it. What is older than `traffic.max_age_s` leaves both.
     """
 
     def __init__(self, config: Config, rank: int, expect: Expectation, coordinator, teach: Teach,
@@ -45,6 +45,11 @@ class TrafficIntake:
     def newest(self) -> list[Entry]:
         """What is predicted on: the window without second answers."""
         return [entry for entry in self.window if not _is_second(entry)]
+
+    def let_train(self) -> None:
+        """The window was predicted on: all of it may be trained now."""
+        while self.window:
+            self.buffer.add(self.window.popleft())
 
     def fill(self, wait_s: float, resting: bool = False) -> bool:
         """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting` no more than another

@@ -187,7 +187,7 @@ def traffic(view: View) -> str:
         ("answered once more", f"{found.second_answers:,}", "traffic-second"),
         ("sent to the trainers", f"{found.sent:,}", "traffic-sent"),
         ("trained for good", f"{samples.get('durable', 0):,}", "traffic-durable"),
-        ("kept to measure", f"{found.window:,}", "traffic-window"),
+        ("requests compared on", f"{found.window:,}", "traffic-window"),
         ("serving, predicted", _number(found.window_serving), "traffic-serving"),
         ("in training, predicted", _number(found.window_candidate), "traffic-candidate"),
     ]
