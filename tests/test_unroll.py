@@ -263,7 +263,7 @@ def test_norm_backward_is_autograds():
     x, weight = torch.randn(7, 32, generator=generator).requires_grad_(), torch.rand(32, generator=generator).requires_grad_()
     slope, around = torch.randn(7, 32, generator=generator), torch.randn(7, 32, generator=generator)
     (rms_norm(x, weight, 1e-5) * slope + x * around).sum().backward()
-    found, by_weight = norm_backward(slope, x.detach(), weight.detach(), 1e-5, around)
+    by_weight, found = norm_backward(slope, x.detach(), weight.detach(), 1e-5, around)
     assert torch.allclose(found, x.grad, atol=1e-6) and torch.allclose(by_weight, weight.grad, atol=1e-5)
 
 

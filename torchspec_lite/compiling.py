@@ -8,22 +8,43 @@ import torch
 from torchspec_lite.kernels import KERNELS, TYPES, compiler
 
 
+def _kernel(function: Callable, like: torch.Tensor) -> Callable | None:
+    """Our own kernel of a function, where it can be used."""
+    usable = like.device.type == "cpu" and compiler() and like.dtype in TYPES
+    return KERNELS[function.__name__] if usable else None
+
+
 @cache
 def _fast(function: Callable) -> Callable:
-    kernel = KERNELS[function.__name__]
     # dynamic=True: a streaming trainer sees new row counts at every step and must not compile again for them.
     compiled = torch.compile(function, dynamic=True)
 
     def call(*inputs):
         if inputs[0].device.type != "cpu":
             return compiled(*inputs)
-        return (kernel if compiler() and inputs[0].dtype in TYPES else function)(*inputs)
+        return (_kernel(function, inputs[0]) or function)(*inputs)
     return call
 
 
 def piece(function: Callable, compile: bool) -> Callable:
     """`function` itself, or its fast form: torch.compile's, and on a CPU a kernel of ours where a compiler is there."""
     return _fast(function) if compile else function
+
+
+def piece_into(out: torch.Tensor | None, function: Callable, compile: bool) -> Callable:
+    """As `piece`, with the last result in `out`, where a kernel writes it in the first place. None: in memory of its own."""
+    if out is None:
+        return piece(function, compile)
+
+    def call(*inputs):
+        kernel = _kernel(function, inputs[0]) if compile else None
+        if kernel is not None:
+            return kernel(*inputs, out=out)
+        results = piece(function, compile)(*inputs)
+        if isinstance(results, tuple):
+            return *results[:-1], out.copy_(results[-1])
+        return out.copy_(results)
+    return call
 
 
 @cache

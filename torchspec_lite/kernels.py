@@ -2,7 +2,8 @@
 
 Compared with torch.compile on a CPU: built once in seconds instead of a minute, no shape is ever new, and no
 intermediate result goes through memory. `KERNELS` has each by the name of the PyTorch function that defines it, with
-the same arguments and results (some reuse an argument's memory for a result, as said there).
+the same arguments and results (some reuse an argument's memory for a result, as said there). `out` is memory for the last
+result, contiguous.
 """
 
 import ctypes
@@ -86,24 +87,25 @@ def unit_norm(x, eps):
     return out
 
 
-def norm(x, weight, eps):
-    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+def norm(x, weight, eps, out=None):
+    x = x.contiguous()
+    out = torch.empty_like(x) if out is None else out
     _run("norm", x.dtype, x, None, weight, eps, None, out, *x.shape)
     return out
 
 
-def add_norm(x, branch, weight, eps):
+def add_norm(x, branch, weight, eps, out=None):
     x, branch = x.contiguous(), branch.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    total, out = torch.empty_like(x), torch.empty_like(x) if out is None else out
     _run("norm", x.dtype, x, branch, weight, eps, total, out, *x.shape)
     return total, out
 
 
-def norm_backward(gradient, x, weight, eps, around):
+def norm_backward(gradient, x, weight, eps, around, out=None):
     gradient, x, around = gradient.contiguous(), x.contiguous(), around.contiguous()
-    out, by_weight = torch.empty_like(x), torch.empty_like(weight)
+    by_weight, out = torch.empty_like(weight), torch.empty_like(x) if out is None else out
     _run("norm_backward", x.dtype, gradient, x, weight, eps, around, out, by_weight, *x.shape)
-    return out, by_weight
+    return by_weight, out
 
 
 def split_rotate(qkv, embedded, places, cos, sin, kv_heads):
@@ -116,24 +118,25 @@ def split_rotate(qkv, embedded, places, cos, sin, kv_heads):
     return queries, keys, values
 
 
-def split_rotate_backward(queries, keys, values, cos, sin):
+def split_rotate_backward(queries, keys, values, cos, sin, out=None):
     queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
     kv_heads, rows, group, width = queries.shape
-    out = queries.new_empty(rows, kv_heads * (group + 2) * width)
+    out = queries.new_empty(rows, kv_heads * (group + 2) * width) if out is None else out
     _run("split_rotate_backward", queries.dtype, queries, keys, values, cos, sin, out, rows, kv_heads, group, width // 2)
     return out
 
 
-def gated(gate_up):
+def gated(gate_up, out=None):
     gate_up = gate_up.contiguous()
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2) if out is None else out
     _run("gated", gate_up.dtype, gate_up, out, *out.shape)
     return out
 
 
-def gated_backward(gradient, gate_up):
+def gated_backward(gradient, gate_up, out=None):
+    """`out` may be `gate_up`."""
     gradient, gate_up = gradient.contiguous(), gate_up.contiguous()
-    out = torch.empty_like(gate_up)
+    out = torch.empty_like(gate_up) if out is None else out
     _run("gated_backward", gate_up.dtype, gradient, gate_up, out, *gradient.shape)
     return out
 

@@ -26,13 +26,13 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, eps: f
 
 
 def norm_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, around: torch.Tensor):
-    """Gradient of x [R, H] through its RMSNorm plus `around`, what reaches x past it; gradient of the weight [H] fp32."""
+    """Gradient of the weight [H] fp32; gradient of x [R, H] through its RMSNorm plus `around`, what reaches x past it."""
     wide, slope = x.float(), gradient.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit = wide * inverse
     weighted = slope * weight
     inner = inverse * (weighted - unit * (weighted * unit).mean(-1, keepdim=True))
-    return (inner + around.float()).to(x.dtype), (slope * unit).sum(0)
+    return (slope * unit).sum(0), (inner + around.float()).to(x.dtype)
 
 
 def split_rotate(qkv: torch.Tensor, embedded: torch.Tensor, places: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,

@@ -16,7 +16,7 @@ from torch import nn
 from torchspec_lite import attention, attention_flex, layer
 from torchspec_lite.attention import OWN
 from torchspec_lite.batch import Batch, Plan, plan_rows
-from torchspec_lite.compiling import outer, piece
+from torchspec_lite.compiling import outer, piece_into
 from torchspec_lite.drafter import Drafter, rope_frequencies
 from torchspec_lite.head_loss import head_loss
 from torchspec_lite.target import FrozenHead
@@ -111,7 +111,9 @@ class _Unroll(torch.autograd.Function):
         if chain is None:
             raise RuntimeError("unroll_loss: the same loss cannot be run backward twice")
         weights = chain.backward(result.output_gradient * gradient)
-        weights["lm_head"] = result.weight_gradient.mul_(gradient)
+        # On a CPU the loss itself is what is differentiated as a rule, and a look costs less than a pass over the weights.
+        plain = not gradient.is_cuda and gradient == 1
+        weights["lm_head"] = result.weight_gradient if plain else result.weight_gradient.mul_(gradient)
         return None, *(weights[name] for name in chain.run.drafter.config.parameter_shapes())
 
 
@@ -141,9 +143,10 @@ class _Chain:
             self.offsets.append(rows)
             rows += len(part.index)
         self.rows = rows
+        self.products = _Products(run.plan, self.offsets, run.recompute or not run.gradient, run.compile)
 
-    def call(self, function, *inputs):
-        return piece(function, self.run.compile)(*inputs)
+    def call(self, function, *inputs, out=None):
+        return piece_into(out, function, self.run.compile)(*inputs)
 
     def slice(self, k: int) -> slice:
         return slice(self.offsets[k], self.offsets[k] + len(self.run.plan.steps[k].index))
@@ -181,7 +184,8 @@ class _Chain:
                 feature = feature[part.from_previous]
             tokens = plan.key_tokens if first else part.tokens
             cos, sin = self.rope(plan.key_positions if first else part.positions)
-            normed = self.call(layer.norm, feature, self.parameters["hidden_norm"], self.eps)
+            normed = self.call(layer.norm, feature, self.parameters["hidden_norm"], self.eps,
+                               out=self.products.right("qkv", k, feature))
             qkv = F.linear(normed, self.hidden_qkv)                         # [R, C]
             queries, keys, values = self.call(layer.split_rotate, qkv, embedded, tokens, cos, sin, self.kv_heads)
             kept = _Kept(feature, normed, queries, cos, sin)
@@ -192,12 +196,13 @@ class _Chain:
                 self._store_own(k, keys, values)
             kept.attended, kept.lse = self.attention.attend(
                 kept.queries, self.keys, self.values, *self._own(k), part, run.compile)
-            kept.flat = kept.attended.transpose(0, 1).flatten(1)            # [R, nh * hd]
+            kept.flat = self._flat(k, kept.attended)
             branch = F.linear(kept.flat, self.o_proj)
-            kept.stream, kept.inner = self.call(layer.add_norm, feature, branch,
-                                                self.parameters["post_attention_layernorm"], self.eps)
-            kept.gate_up = F.linear(kept.inner, self.gate_up)
-            kept.gated = self.call(layer.gated, kept.gate_up)
+            kept.stream, kept.inner = self.call(layer.add_norm, feature, branch, self.parameters["post_attention_layernorm"],
+                                                self.eps, out=self.products.right("gate_up", k, feature))
+            wide = self.products.left("gate_up", k, self.gate_up.t())       # its gradient will take its place
+            kept.gate_up = torch.mm(kept.inner, self.gate_up.t(), out=wide)
+            kept.gated = self.call(layer.gated, kept.gate_up, out=self.products.right("down_proj", k, self.down_proj))
             branch = F.linear(kept.gated, self.down_proj)
             kept.y, output = self.call(layer.add_norm, kept.stream, branch, self.parameters["norm"], self.eps)
             self.outputs[self.slice(k)] = output
@@ -206,6 +211,12 @@ class _Chain:
                 kept.normed = kept.inner = kept.gate_up = kept.gated = None
             if run.gradient:
                 self.kept.append(kept)
+
+    def _flat(self, k, attended):
+        """Attention's output, rows first: [R, nh * hd]."""
+        rows = attended.transpose(0, 1)                                     # [R, nkv, G, hd]
+        place = self.products.right("o_proj", k, self.o_proj)
+        return rows.flatten(1) if place is None else place.view(rows.shape).copy_(rows).flatten(1)
 
     def _store_own(self, k, keys, values):
         index = self.run.plan.steps[k].index
@@ -234,7 +245,7 @@ class _Chain:
             return {name: torch.zeros_like(value) for name, value in parameters.items() if name != "lm_head"}
         gradients = {name: torch.zeros_like(parameters[name])
                      for name in ("hidden_norm", "post_attention_layernorm", "norm")}
-        products = _Products(run.recompute, run.compile)
+        products = self.products
         key_gradient = torch.zeros(self.keys.shape, device=self.keys.device)
         value_gradient = torch.zeros_like(key_gradient)
         own_key_gradient = torch.zeros(self.own_keys.shape, device=self.keys.device)
@@ -257,11 +268,13 @@ class _Chain:
                 kept.inner = self.call(layer.norm, kept.stream, parameters["post_attention_layernorm"], self.eps)
                 kept.gate_up = F.linear(kept.inner, self.gate_up)
                 kept.gated = self.call(layer.gated, kept.gate_up)
-            slope = self._norm_backward(gradients, "norm", slope, kept.y, around)
+            slope = self._norm_backward(gradients, "norm", slope, kept.y, around, products.left("down_proj", k, kept.y))
             products.add("down_proj", slope, kept.gated)
-            wide = self.call(layer.gated_backward, slope @ self.down_proj, kept.gate_up)
+            wide = self.call(layer.gated_backward, slope @ self.down_proj, kept.gate_up,
+                             out=None if run.recompute else kept.gate_up)
             products.add("gate_up", wide, kept.inner)
-            slope = self._norm_backward(gradients, "post_attention_layernorm", wide @ self.gate_up, kept.stream, slope)
+            slope = self._norm_backward(gradients, "post_attention_layernorm", wide @ self.gate_up, kept.stream, slope,
+                                        products.left("o_proj", k, kept.stream))
             products.add("o_proj", slope, kept.flat)
             by_heads = (slope @ self.o_proj).view(-1, self.kv_heads, self.group, self.width).transpose(0, 1).contiguous()
             own_keys, own_values = self._own(k)
@@ -282,7 +295,8 @@ class _Chain:
                 # A copy reads the gradient of the row that it is a copy of, which would count again.
                 keys[:, part.real:] = values[:, part.real:] = 0
                 tokens, around = part.tokens, slope
-            qkv = self.call(layer.split_rotate_backward, queries, keys, values, kept.cos, kept.sin)
+            qkv = self.call(layer.split_rotate_backward, queries, keys, values, kept.cos, kept.sin,
+                            out=products.left("qkv", k, self.hidden_qkv.t()))
             products.add("qkv", qkv, kept.normed)
             embedded_gradient.index_add_(0, tokens, qkv.float())
             following = self._norm_backward(gradients, "hidden_norm", qkv @ self.hidden_qkv, kept.feature, around)
@@ -302,8 +316,8 @@ class _Chain:
         """Gradients of a matrix and of the norm before it, from the matrix's gradient if the norm had no weight."""
         return product * weight.flatten(), (product * matrix).sum(0).view_as(weight)
 
-    def _norm_backward(self, gradients, name, slope, x, around):
-        result, weight = self.call(layer.norm_backward, slope, x, self.parameters[name], self.eps, around)
+    def _norm_backward(self, gradients, name, slope, x, around, out=None):
+        weight, result = self.call(layer.norm_backward, slope, x, self.parameters[name], self.eps, around, out=out)
         gradients[name] += weight
         return result
 
@@ -328,20 +342,38 @@ class _Kept:
 
 
 class _Products:
-    """Weight gradients left.T @ right summed over steps: one product over all steps' rows, or step by step."""
+    """Weight gradients left.T @ right summed over steps: one product over all steps' rows, which are written side by side
+    in the first place, or step by step, which keeps less. `left` and `right`: the place of step k's rows, None step by step."""
 
-    def __init__(self, at_once: bool, compile: bool):
-        self.at_once, self.compile, self.parts, self.sums = at_once, compile, {}, {}
+    def __init__(self, plan: Plan, offsets: list[int], step_by_step: bool, compile: bool):
+        self.plan, self.offsets, self.step_by_step, self.compile = plan, offsets, step_by_step, compile
+        self.lefts, self.rights, self.sums = {}, {}, {}
+
+    def left(self, name: str, k: int, like: torch.Tensor) -> torch.Tensor | None:
+        return self._place(self.lefts, name, k, like)
+
+    def right(self, name: str, k: int, like: torch.Tensor) -> torch.Tensor | None:
+        return self._place(self.rights, name, k, like)
+
+    def _place(self, side, name, k, like):
+        """`like`: a tensor of the same dtype, device and width."""
+        if self.step_by_step:
+            return None
+        live, rows = len(self.plan.steps[0].index), len(self.plan.steps[k].index)
+        # What becomes keys and values has, at step 0, a row for every key, live or not.
+        more = len(self.plan.keys) - live if name == "qkv" else 0
+        if name not in side:
+            side[name] = like.new_empty(sum(len(part.index) for part in self.plan.steps) + more, like.shape[1])
+        begin = self.offsets[k] + (more if k else 0)
+        return side[name][begin:begin + rows + (0 if k else more)]
 
     def add(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
-        if self.at_once:
+        """Step k's factors, which are in their places unless it goes step by step."""
+        if self.step_by_step:
             product = outer(left, right, self.compile)
             self.sums[name] = self.sums[name].add_(product) if name in self.sums else product
-        else:
-            self.parts.setdefault(name, []).append((left, right))
 
     def finish(self) -> dict[str, torch.Tensor]:
-        for name, pairs in self.parts.items():
-            left, right = (torch.cat(side) for side in zip(*pairs, strict=True))
-            self.sums[name] = outer(left, right, self.compile)
+        for name in list(self.lefts):
+            self.sums[name] = outer(self.lefts.pop(name), self.rights.pop(name), self.compile)
         return self.sums
