@@ -7,7 +7,9 @@ prompts that nobody trained on:
 
 * `recovered`: of the way from the A drafter to the B drafter on B's prompts, how much the version that served
   --recover-tokens after the shift had gone;
-* `forgotten`: how much shorter A's prompts are drafted by the version that served when A came back than by the A drafter.
+* `forgotten`: how much shorter A's prompts are drafted by the version that served when A came back than by the A drafter;
+* `recovered_of_same` (with --same-prompts): as `recovered`, but against a drafter trained on so many prompts of B, say as many as
+  users send until then: what those can teach at all, learned at leisure.
 
 `curve` is the live acceptance length of users' requests. Without --pause the users keep the engine busy all the time; with
 it there is time to spare, which second answers use. Takes about 25 minutes on 2 cores; --keep leaves the runs' folders.
@@ -53,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--train-prompts", type=int, default=330, help="that the A and the B drafter each learn from")
+    parser.add_argument("--same-prompts", type=int, default=0, help="that one more B drafter learns from; 0: there is none")
     parser.add_argument("--before-tokens", type=int, default=4000, help="served tokens of A before the shift")
     parser.add_argument("--recover-tokens", type=int, default=20000, help="served tokens of B")
     parser.add_argument("--after-tokens", type=int, default=4000, help="served tokens of A after it")
@@ -85,14 +88,19 @@ def measure(options: argparse.Namespace, folder: Path) -> dict:
     if options.drafters:
         drafters = dict(zip(KINDS, map(Path, options.drafters)))
     else:
-        drafters = {kind: train(kind, folder, options.train_prompts) for kind in KINDS}
+        drafters = {kind: train(kind, kind, folder, options.train_prompts) for kind in KINDS}
+    if options.same_prompts:
+        drafters["same"] = train("same", "B", folder, options.same_prompts)
     curve, served = asyncio.run(Shift(options, folder, target, prompts, drafters["A"]).run())
-    tested = {"a": drafters["A"], "b": drafters["B"], "recovered": served["B"], "last": served["A again"]}
+    tested = {name.lower(): drafter for name, drafter in drafters.items()} | {"recovered": served["B"], "last": served["A again"]}
     lengths = asyncio.run(compare(target, folder, tested))
-    way = lengths["b"]["B"] - lengths["a"]["B"]
+    start, reached = lengths["a"]["B"], lengths["recovered"]["B"]
+    ratios = {"recovered": (reached - start) / (lengths["b"]["B"] - start),
+              "forgotten": 1 - lengths["recovered"]["A"] / lengths["a"]["A"]}
+    if "same" in lengths:
+        ratios["recovered_of_same"] = (reached - start) / (lengths["same"]["B"] - start)
     return {
-        "ratios": {"recovered": (lengths["recovered"]["B"] - lengths["a"]["B"]) / way,
-                   "forgotten": 1 - lengths["recovered"]["A"] / lengths["a"]["A"]},
+        "ratios": ratios,
         "figures": {f"acceptance_length_{name}_on_{kind}": round(length, 3)
                     for name, found in lengths.items() for kind, length in found.items()} | {
             "versions": {name: path.name for name, path in served.items()}, "phases": phases(curve), "curve": curve},
@@ -128,12 +136,13 @@ def command(folder: Path, name: str, *overrides: str, config: Path = CONFIG) -> 
             "dashboard.enabled=false", "--json", *overrides]
 
 
-def train(kind: str, folder: Path, prompts: int) -> Path:
+def train(name: str, kind: str, folder: Path, prompts: int) -> Path:
     """A drafter for one kind of prompts, trained as the demo does but for the serving pool."""
-    subprocess.run(command(folder, kind, f"data.train=[{folder}/{kind}-train.jsonl]", f"data.held_out=[{folder}/{kind}-held.jsonl]",
+    subprocess.run(command(folder, name, f"data.train=[{folder}/{kind}-train.jsonl]", f"data.held_out=[{folder}/{kind}-held.jsonl]",
                            "serve.replicas=0", f"data.max_prompts={prompts}", "trainer.max_minutes=60"),
                    cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return versions(folder / kind / "drafters")[max(versions(folder / kind / "drafters"))]
+    found = versions(folder / name / "drafters")
+    return found[max(found)]
 
 
 @dataclass
