@@ -12,7 +12,8 @@ prompts that nobody trained on:
   users send until then: what those can teach at all, learned at leisure.
 
 `curve` is the live acceptance length of users' requests. Without --pause the users keep the engine busy all the time; with
-it there is time to spare, which second answers use. Takes about 25 minutes on 2 cores; --keep leaves the runs' folders.
+it there is time to spare, which second answers use. Takes about 20 minutes on 2 cores, and 15 more to train the drafters it
+compares with, unless --drafters names them; --keep leaves the runs' folders.
 """
 
 import argparse
