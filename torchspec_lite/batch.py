@@ -9,7 +9,7 @@ from torchspec_lite.drafter import DrafterConfig
 from torchspec_lite.teacher import TeacherStatistics
 
 ROUND = 64              # rows are counted in multiples of this
-BLOCK_ROWS = 128        # rows of one attention block
+BLOCK_ROWS = 256        # rows of one attention block
 BLOCK_SCORES = 1 << 20  # scores of one attention block for each head, about
 
 
