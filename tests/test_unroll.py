@@ -215,7 +215,7 @@ def test_batch_with_nothing_supervised_gives_zeros(compile):
 
 def test_long_document_in_many_blocks():
     drafter, head = make_drafter(), make_head()
-    samples = make_samples(("0" * 150 + "1" * 250 + "0" * 30 + "1" * 70, "0" * 40 + "1" * 111))
+    samples = make_samples(("0" * 150 + "1" * 650 + "0" * 30 + "1" * 170, "0" * 40 + "1" * 111))
     wanted = plain(drafter, head, samples, 3)[0]
     wanted.backward()
     expected = gradients(drafter)
