@@ -20,7 +20,9 @@ class TrafficIntake:
 
     On rank 0 requests wait in the window to be predicted on, then in the buffer for their passes: until the next look
     (`let_train`), or until as many newer ones have come as the window has place for. A second answer is not predicted on,
-    but waits as long as the first one, which came before it. What is older than `traffic.max_age_s` leaves both.
+    but waits as long as the first one, which came before it. What is older than `traffic.max_age_s` leaves both. In a full
+    buffer the newest take the place of what was trained most: a trainer that has no time for all passes of all requests
+    gives each fewer, and does not go blind to new traffic meanwhile.
     """
 
     def __init__(self, config: Config, rank: int, expect: Expectation, coordinator, teach: Teach,
@@ -49,7 +51,7 @@ class TrafficIntake:
     def let_train(self) -> None:
         """The window was predicted on: all of it may be trained now."""
         while self.window:
-            self.buffer.add(self.window.popleft())
+            self._add(self.window.popleft(), resting=False)
 
     def fill(self, wait_s: float, resting: bool = False) -> bool:
         """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting` no more than another
@@ -62,7 +64,7 @@ class TrafficIntake:
         return came
 
     def _take(self, wait_s: float, resting: bool) -> bool:
-        if not self.buffer.has_room() and not resting:
+        if not (resting or self.buffer.has_room() or any(entry.passes for entry in self.buffer.entries.values())):
             return False
         try:
             sample = self.receiver.get(wait_s)
@@ -85,9 +87,16 @@ class TrafficIntake:
             self.window.append(entry)
             leaving = self._pushed_out()
         for entry in leaving:
-            while resting and (len(self.buffer) >= self.options.window or not self.buffer.has_room()):
-                self._drop(next(iter(self.buffer.entries)), "newer_came")
-            self.buffer.add(entry)
+            self._add(entry, resting)
+
+    def _add(self, entry: Entry, resting: bool) -> None:
+        held = self.buffer.entries
+        while held and (not self.buffer.has_room() or resting and len(held) >= self.options.window):
+            leaves = next(iter(held)) if resting else max(held, key=lambda id: held[id].passes)
+            if not resting and not held[leaves].passes:
+                break
+            self._drop(leaves, "newer_came")
+        self.buffer.add(entry)
 
     def _pushed_out(self) -> list[Entry]:
         """What leaves the window, oldest first: more requests than it has place for, and second answers to those that left."""
