@@ -224,6 +224,33 @@ def test_a_resting_trainer_keeps_the_newest(closing):
     assert {reason for _, _, reason in told.of("rejected")} == {"newer_came"} and len(told.of("rejected")) == 12
 
 
+def test_in_a_full_buffer_new_requests_take_the_place_of_those_trained_most(closing):
+    told = Told()
+    intake, sender = intake_of(closing, told, lambda: 0.0)
+    intake.rank, intake.buffer.reuse = 1, 9
+
+    def come(number):
+        sender.send(make_sample(number, 20))
+        while intake.arrivals <= number:
+            assert intake.fill(LIMIT_S)
+        return list(intake.buffer.entries)
+
+    come(0)
+    intake.buffer.max_bytes = 3 * intake.buffer.nbytes
+    come(1)
+    assert come(2) == ["s0", "s1", "s2"]
+    sender.send(make_sample(3, 20))
+    assert not intake.fill(0.0)  # nothing has been trained: the stream waits
+    for ids in (("s1", "s2"), ("s1",)):
+        intake.count_pass([intake.buffer.entries[id] for id in ids])
+    assert intake.fill(LIMIT_S) and list(intake.buffer.entries) == ["s0", "s2", "s3"]
+    assert come(4) == ["s0", "s3", "s4"] and "s1" not in intake.came
+    assert [(id, reason) for id, _, reason in told.of("rejected")] == [("s1", "newer_came"), ("s2", "newer_came")]
+    intake.window.append(Entry(make_sample(5, 20), "taught"))
+    intake.let_train()
+    assert list(intake.buffer.entries) == ["s0", "s3", "s4", "s5"]  # what was not trained at all stays
+
+
 class Looks:
     """`ServedTraffic` at whose looks `lengths` gives each drafter's accepted drafts in 100 rounds a request."""
 
@@ -250,33 +277,6 @@ class Looks:
         self.come(requests)
         self.lengths["candidate"], self.lengths["serving", "candidate", 0.5] = candidate, blended
         return self.served.look("candidate")
-
-
-def test_in_a_full_buffer_new_requests_take_the_place_of_those_trained_most(closing):
-    told = Told()
-    intake, sender = intake_of(closing, told, lambda: 0.0)
-    intake.rank, intake.buffer.reuse = 1, 9
-
-    def come(number):
-        sender.send(make_sample(number, 20))
-        while intake.arrivals <= number:
-            assert intake.fill(LIMIT_S)
-        return list(intake.buffer.entries)
-
-    come(0)
-    intake.buffer.max_bytes = 3 * intake.buffer.nbytes
-    come(1)
-    assert come(2) == ["s0", "s1", "s2"]
-    sender.send(make_sample(3, 20))
-    assert not intake.fill(0.0)  # nothing has been trained: the stream waits
-    for ids in (("s1", "s2"), ("s1",)):
-        intake.count_pass([intake.buffer.entries[id] for id in ids])
-    assert intake.fill(LIMIT_S) and list(intake.buffer.entries) == ["s0", "s2", "s3"]
-    assert come(4) == ["s0", "s3", "s4"] and "s1" not in intake.came
-    assert [(id, reason) for id, _, reason in told.of("rejected")] == [("s1", "newer_came"), ("s2", "newer_came")]
-    intake.window.append(Entry(make_sample(5, 20), "taught"))
-    intake.let_train()
-    assert list(intake.buffer.entries) == ["s0", "s3", "s4", "s5"]  # what was not trained at all stays
 
 
 def test_a_look_compares_on_the_window_and_rest_is_told(tmp_path, monkeypatch):

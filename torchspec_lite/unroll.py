@@ -143,7 +143,8 @@ class _Chain:
             self.offsets.append(rows)
             rows += len(part.index)
         self.rows = rows
-        self.products = _Products(run.plan, self.offsets, run.recompute or not run.gradient, run.compile)
+        self.products = _Products([self.slice(k) for k in range(len(run.plan.steps))], len(run.plan.keys) - len(run.plan.live),
+                                  run.recompute or not run.gradient, run.compile)
 
     def call(self, function, *inputs, out=None):
         return piece_into(out, function, self.run.compile)(*inputs)
@@ -345,8 +346,9 @@ class _Products:
     """Weight gradients left.T @ right summed over steps: one product over all steps' rows, which are written side by side
     in the first place, or step by step, which keeps less. `left` and `right`: the place of step k's rows, None step by step."""
 
-    def __init__(self, plan: Plan, offsets: list[int], step_by_step: bool, compile: bool):
-        self.plan, self.offsets, self.step_by_step, self.compile = plan, offsets, step_by_step, compile
+    def __init__(self, slices: list[slice], not_live: int, step_by_step: bool, compile: bool):
+        """`slices`: each step's rows. `not_live`: what becomes keys and values has, at step 0, so many rows more."""
+        self.slices, self.not_live, self.step_by_step, self.compile = slices, not_live, step_by_step, compile
         self.lefts, self.rights, self.sums = {}, {}, {}
 
     def left(self, name: str, k: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -359,13 +361,10 @@ class _Products:
         """`like`: a tensor of the same dtype, device and width."""
         if self.step_by_step:
             return None
-        live, rows = len(self.plan.steps[0].index), len(self.plan.steps[k].index)
-        # What becomes keys and values has, at step 0, a row for every key, live or not.
-        more = len(self.plan.keys) - live if name == "qkv" else 0
+        more, rows = self.not_live if name == "qkv" else 0, self.slices[k]
         if name not in side:
-            side[name] = like.new_empty(sum(len(part.index) for part in self.plan.steps) + more, like.shape[1])
-        begin = self.offsets[k] + (more if k else 0)
-        return side[name][begin:begin + rows + (0 if k else more)]
+            side[name] = like.new_empty(self.slices[-1].stop + more, like.shape[1])
+        return side[name][rows.start + (more if k else 0):rows.stop + more]
 
     def add(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
         """Step k's factors, which are in their places unless it goes step by step."""
