@@ -56,10 +56,11 @@ static inline float exponential(float x) {
 }
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-static inline float dot(const float* a, const float* b, int64_t width) {
+template <class A>
+static inline float dot(const A* a, const float* b, int64_t width) {
     float sum = 0;
     #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) sum += a[i] * b[i];
+    for (int64_t i = 0; i < width; i++) sum += load(a[i]) * b[i];
     return sum;
 }
 static inline void widen(const T* from, float* to, int64_t width) {
