@@ -52,17 +52,16 @@ class Credits:
         given: dict[str, list[int]] = {}
         while self._queue:
             _, _, peer, seq = self._queue[0]
-            nbytes = self._wants.get(peer, {}).get(seq)
-            if nbytes is not None:
-                samples = self.held_samples + sum(len(grants) for grants in self._grants.values())
-                room = self.budget_bytes - self.held_bytes - self.granted_bytes
-                if nbytes > room or samples >= self.max_samples:
-                    break
-                del self._wants[peer][seq]
-                self._grants.setdefault(peer, {})[seq] = nbytes
-                self.granted_bytes += nbytes
-                given.setdefault(peer, []).append(seq)
+            nbytes = self._wants[peer][seq]
+            samples = self.held_samples + sum(len(grants) for grants in self._grants.values())
+            room = self.budget_bytes - self.held_bytes - self.granted_bytes
+            if nbytes > room or samples >= self.max_samples:
+                break
             heapq.heappop(self._queue)
+            del self._wants[peer][seq]
+            self._grants.setdefault(peer, {})[seq] = nbytes
+            self.granted_bytes += nbytes
+            given.setdefault(peer, []).append(seq)
         return given
 
     def take(self, peer: str, seq: int) -> int | None:
@@ -81,7 +80,9 @@ class Credits:
 
     def forget(self, peer: str) -> None:
         """A sender is gone: what it asked for and was granted comes back; what is held stays held."""
-        self._wants.pop(peer, None)
+        if self._wants.pop(peer, None):  # now: behind a request that waits for room they would stay, and add up
+            self._queue = [entry for entry in self._queue if entry[2] != peer]
+            heapq.heapify(self._queue)
         self.granted_bytes -= sum(self._grants.pop(peer, {}).values())
 
     def account(self, peer: str) -> PeerCredit:

@@ -225,6 +225,9 @@ class ReceiverLoop:
             self._cut(descriptor(message[-1]))
 
     def _on_hello(self, address: bytes, hello: control.Hello, number: int) -> None:
+        peer = self._peers.get(address)
+        if peer and peer.session != hello.session:  # only the newer would be found when the connection ends
+            raise WireError("control", f"{peer.name} began a second session on its connection")
         refusal = version_problem(hello) or self._banned.get(hello.session, "")
         if not refusal and len(self._peers) >= MAX_SENDERS and hello.session not in self._sessions:
             refusal = f"full: {MAX_SENDERS} senders are connected"
