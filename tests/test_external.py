@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import psutil
@@ -99,11 +100,17 @@ def test_it_takes_versions_drafts_as_the_trainer_does_and_streams_its_requests(u
         (stats,) = await pool.stats()
         by_version = {one["version"]: one for one in stats["versions"]}
         assert stats["version"] == "v000002" and by_version["v000001"]["drafts"] > 100
+        assert 0 < time.time() - stats["started"] < START_S  # what tells a restart is there to be read
         await pool.capture(url, [ReceiverAddress(receiver.endpoint)])
         texts = await asyncio.gather(*(ask(pool, prompt) for prompt in target.prompts))
         assert texts == target.texts
         assert (await pool.traffic())[0]["receivers"] == [receiver.endpoint]
         await pool.close()
+        # A resumed run: the engine drafts with another version than it was started with.
+        again = ExternalPool(config, target.info, str(run_dir))
+        await again.connect(drafters["fresh"][1])
+        assert [stats["version"] for stats in await again.stats()] == ["v000001"]
+        await again.close()
 
     async def measured(pool, target, drafter) -> float:
         """Acceptance length by vLLM's counters and by the draft log, which must agree; drafts equal the trainer's."""

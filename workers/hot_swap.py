@@ -62,16 +62,19 @@ class DrafterSwap:
 
     @answered
     def swap_describe(self) -> dict:
-        """Read the start-up checkpoint's names and shapes (its folder may go later) and compare it with the engine."""
-        folder = Path(self.vllm_config.speculative_config.draft_model_config.model)
-        tensors = load_file(folder / "model.safetensors")
-        self.swap_start = {
-            "config": _meaning(folder),
-            "tensors": {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in tensors.items()},
-        }
-        return {"fingerprint": read_back(self.get_draft_model(), tensors, self._borrowed()),
-                "runner": type(self.model_runner).__module__,
-                "borrowed": sorted(type(module).__name__ for module in self._borrowed())}
+        """Read the start-up checkpoint's names and shapes (its folder may go later) and compare it with the engine. Asked
+        again, as by a run that is resumed, it answers the same: by then the engine may draft with another version."""
+        if self.swap_start is None:
+            folder = Path(self.vllm_config.speculative_config.draft_model_config.model)
+            tensors = load_file(folder / "model.safetensors")
+            self.swap_start = {
+                "described": {"fingerprint": read_back(self.get_draft_model(), tensors, self._borrowed()),
+                              "runner": type(self.model_runner).__module__,
+                              "borrowed": sorted(type(module).__name__ for module in self._borrowed())},
+                "config": _meaning(folder),
+                "tensors": {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in tensors.items()},
+            }
+        return self.swap_start["described"]
 
     @answered
     def swap_prepare(self, version_dir: str, target_fingerprint: str) -> None:
