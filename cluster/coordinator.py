@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,13 +34,13 @@ class Coordinator:
         self.observer = Observer(config, self.run_dir, started)
         self.stopping: str | None = None
         self.exports_over = False
+        self.losses: Counter[str] = Counter()  # of each target worker
         self.news = asyncio.Condition()
         self.overrides: asyncio.Queue[tuple[str, int | None]] = asyncio.Queue(maxsize=100)
         self._queue_samples()
         for row in self.ledger.versions():
             self.observer.version, self.observer.predicted = row["version"], row["predicted"]
-            if row["state"] == "promoted":
-                self.observer.serving_version = row["version"]
+        self.observer.serving_version, _ = self.ledger.served()
 
     def _queue_samples(self) -> None:
         data, cache = self.config.data, cache_dir()
@@ -56,10 +57,13 @@ class Coordinator:
     async def lease(self, worker: str, count: int) -> list[Lease] | None:
         """Up to `count` samples to capture; an empty list when there is none now, None when there will be none."""
         async with asyncio.timeout(LONG_POLL_S + 10), self.news:
+            lost = self.losses[worker]
             if not self._may_lease():
                 if self._nothing_will_come():
                     return None
                 await self._news(self._may_lease)
+            if self.losses[worker] != lost:
+                return []  # who asked is gone, and would take with it what was queued again just now
             if not self._may_lease():
                 return None if self._nothing_will_come() else []
             if self.ledger.account("held_out")["queued"]:
@@ -89,6 +93,7 @@ class Coordinator:
 
     async def worker_lost(self, worker: str) -> int:
         """A target worker died: what it had leased is queued again."""
+        self.losses[worker] += 1
         number = self.ledger.requeue_worker(worker)
         self.observer.targets.pop(worker, None)
         self.alarm(f"target worker {worker} was lost; {number} samples are queued again")
@@ -130,15 +135,18 @@ class Coordinator:
         await self._wake()
         return number
 
-    async def outstanding(self, below: int | None = None) -> int:
-        """Training samples (of ordinals below a bound) that may still reach a trainer: leased, and queued ones unless
-        leasing has stopped. Waits a while for the number to become 0."""
-        async with asyncio.timeout(LONG_POLL_S + 10), self.news:
-            await self._news(lambda: self._outstanding(below) == 0)
-            return self._outstanding(below)
+    async def outstanding(self, below: int | None, rank: int) -> int:
+        """Training samples (of ordinals below a bound) that may still reach this trainer rank: leased for it, and queued ones
+        unless leasing has stopped. Waits a while for the number to become 0.
 
-    async def coming(self, below: int) -> int:
-        """`outstanding` of now, without waiting."""
+        Not those leased for other ranks: such a one may wait in a sum for this rank, and takes no sample until then.
+        """
+        async with asyncio.timeout(LONG_POLL_S + 10), self.news:
+            await self._news(lambda: self._outstanding(below, rank) == 0)
+            return self._outstanding(below, rank)
+
+    async def coming(self, below: int | None) -> int:
+        """The same for all ranks, of now."""
         return self._outstanding(below)
 
     async def exported(self, export: Export) -> None:
@@ -196,15 +204,34 @@ class Coordinator:
         self.exports_over = True
         await self._wake()
 
-    async def newest_promoted(self) -> Export | None:
-        """What the pool served last, for a resumed run."""
-        promoted = [row["version"] for row in self.ledger.versions() if row["state"] == "promoted"]
-        return self._export(promoted[-1]) if promoted else None
+    async def served_last(self) -> tuple[Export | None, Export | None]:
+        """What the pool served last and what a rollback would go back to, for a resumed run."""
+        serving, before = self.ledger.served()
+        return await self.find_export(serving), await self.find_export(before)
+
+    async def find_export(self, version: int | None) -> Export | None:
+        """A version of this run as it was exported, whatever became of it."""
+        return self._export(version) if any(row["version"] == version for row in self.ledger.versions()) else None
+
+    async def newest_version(self, known: int | None) -> int | None:
+        """Number of the newest version; waits a while for another than the `known` one."""
+        async with self.news:
+            await self._news(lambda: self.observer.version != known)
+            return self.observer.version
+
+    async def needed_versions(self) -> list[int]:
+        """Versions whose folders must stay: the one that serves, the one before it, the best that was promoted, the next to
+        be tried."""
+        promoted = [row for row in self.ledger.versions() if row["state"] == "promoted"]
+        best = sorted(promoted, key=lambda row: row["predicted"] or 0)[-1:]
+        needed = (*self.ledger.served(), *(row["version"] for row in best), *self._untried()[-1:])
+        return [version for version in needed if version is not None]
 
     async def version_state(self, version: int, state: str, reason: str) -> None:
         """Move a version to a state of the rollout, with the reason in the history."""
-        self.ledger.set_version_state(version, state, reason)
+        # The event first: it says what serves. A run that dies between the two sets the state when it starts again.
         self.ledger.add_event(state, reason, version)
+        self.ledger.set_version_state(version, state, reason)
         if state == "promoted":
             self.observer.serving_version = version
         if state in ("promoted", "rolled_back", "refused"):
@@ -271,9 +298,11 @@ class Coordinator:
         self.ledger.restore(self.ledger.checkpoint_step())
 
     async def account(self) -> dict:
-        """The ledger's account of every training sample, the rejected ones' reasons and what reports were ignored."""
+        """The ledger's account of every training sample, the rejected ones' reasons, what reports were ignored, and the step
+        of the newest checkpoint."""
         return {"samples": self.ledger.account(), "traffic": self.ledger.account("traffic"),
-                "reasons": self.ledger.reasons(), "ignored": self.ledger.ignored()}
+                "reasons": self.ledger.reasons(), "ignored": self.ledger.ignored(),
+                "checkpoint": self.ledger.checkpoint_step()}
 
     async def observe(self) -> Snapshot:
         """The live state, which is written to the run directory too."""
@@ -300,7 +329,7 @@ class Coordinator:
         return [row["version"] for row in self.ledger.versions() if row["state"] == "exported"]
 
     def _export(self, version: int) -> Export:
-        data = [event["data"] for event in self.ledger.history(kind="exported") if event["version"] == version][-1]
+        data = self.ledger.newest_event("exported", version)["data"]
         return Export(**data | {"probes": [ParityProbe(**probe) for probe in data["probes"]]})
 
     def _may_lease(self) -> bool:
@@ -312,9 +341,10 @@ class Coordinator:
         return self.stopping is not None or (
             train["durable"] + train["rejected"] == train["all"] and not held_out["queued"] + held_out["leased"])
 
-    def _outstanding(self, below: int | None) -> int:
-        coming = self.ledger.rows("leased") + ([] if self.stopping else self.ledger.rows("queued", below or 1))
-        return sum(row.purpose == "train" and (below is None or row.ordinal < below) for row in coming)
+    def _outstanding(self, below: int | None, rank: int | None = None) -> int:
+        leased = [row for row in self.ledger.rows("leased") if rank is None or row.rank == rank]
+        queued = [] if self.stopping else self.ledger.rows("queued", below or 1)
+        return sum(row.purpose == "train" and (below is None or row.ordinal < below) for row in leased + queued)
 
     async def _wake(self) -> None:
         async with self.news:

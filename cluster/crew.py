@@ -22,7 +22,7 @@ START_LIMIT_S = 900
 GRACE_S = 10
 """After one trainer rank fails, the others have this long to fail too, which tells a lost process from an error."""
 MOST_FAILURES = 4
-"""Starts in a row that may fail before the run gives up. Of trainers, one that made samples durable did not fail."""
+"""Starts in a row that may fail before the run gives up. Of trainers, those that came to another checkpoint did not fail."""
 BACKOFF_S = (1, 5, 30, 60)
 
 
@@ -52,7 +52,7 @@ class Crew:
 
         Raises UserError for what a person must mend, and the trainers' own error.
         """
-        failures = durable = 0
+        failures = step = 0
         while True:
             try:
                 summary = await self._train_once()
@@ -60,8 +60,8 @@ class Crew:
                 return summary
             except RayActorError as error:
                 await self._alarm(f"a trainer was lost ({one_line(error)}); all ranks start again from the newest checkpoint")
-                before, durable = durable, (await self.coordinator.account.remote())["samples"]["durable"]
-                failures = 1 if durable > before else failures + 1
+                before, step = step, (await self.coordinator.account.remote())["checkpoint"]
+                failures = 1 if step > before else failures + 1
                 if failures == MOST_FAILURES:
                     raise
                 await asyncio.sleep(BACKOFF_S[failures - 1])

@@ -1,12 +1,15 @@
 """The judge: has the pool serve the newest version that is good enough, and measures what it brings."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 
 from cluster import pool as pools
 from cluster.evidence import version_counts
 from cluster.external import ExternalPool
 from cluster.pool import Pool, ReplicaGone
+from cluster.retention import retain
 from cluster.rollout import Rollout
 from cluster.screen import Screen
 from cluster.summary import Measurement
@@ -43,25 +46,26 @@ class Judge:
 
     async def judge_versions(self) -> tuple[Measurement | None, Measurement | None, float | None]:
         """Until the trainers are done; the held-out acceptance before and after, and what the trainer predicts now."""
-        first = await self._first()
+        first, parent = await self._first()
         if first is None or not self.config.serve.replicas:
             return None, None, await self._newest_prediction(first)
         self.screen.say(f"version {first.version} is there; the serving pool starts with it")
         self.pool = await self._open_pool(first.directory)
         self.screen.say(f"serving at {self.pool.url}/v1")
         await self.coordinator.link("endpoint", self.pool.url)
-        await self.coordinator.version_state(first.version, "promoted", "the first version served")
+        await self.coordinator.version_state(first.version, "promoted", "the pool began with it")
         held_out = self._held_out_prompts()
         self.rollout = Rollout(self.config, self.pool, self.coordinator, held_out,
-                               self.info.fingerprint, first)
+                               self.info.fingerprint, first, parent)
         before = Measurement(first.version, await self.rollout.measure(first))
-        overrides = asyncio.create_task(self._hear_overrides())
+        beside = asyncio.create_task(self._hear_overrides()), asyncio.create_task(self._keep_few(self.rollout.retain))
         try:
             while (export := await self._next()) is not None:
                 state = await self.rollout.introduce(export)
                 self.screen.say(f"version {self.rollout.tried.version}: {state.replace('_', ' ')}")
         finally:
-            overrides.cancel()
+            for task in beside:
+                task.cancel()
         serving = self.rollout.serving
         self.rollout.ask(held_out)  # as before, whatever users asked meanwhile
         return before, Measurement(serving.version, await self.rollout.measure(serving)), serving.predicted_walked
@@ -103,11 +107,16 @@ class Judge:
         if self.config.traffic.second_answers:
             await self.pool.second_answers(training)
 
-    async def _first(self) -> Export | None:
-        """The version to start the pool with: the newest promoted one of a resumed run, else the first exported."""
+    async def _first(self) -> tuple[Export | None, Export | None]:
+        """The version to start the pool with and the one before it: of a resumed run those that served last, else the first
+        exported and none."""
         await self.coordinator.abandon_canaries()
-        known = await self.coordinator.newest_promoted()
-        return known if known is not None else await self._next()
+        served = [export for export in await self.coordinator.served_last() if export is not None and is_there(export)]
+        if served:
+            return served[0], served[1] if len(served) > 1 else None
+        while (export := await self._next()) is not None and not is_there(export):
+            await self.coordinator.version_state(export.version, "refused", f"drafter {export.directory}: its folder is gone")
+        return export, None
 
     async def _next(self) -> Export | None:
         """The next version to try; None when the trainers are done and nothing waits."""
@@ -119,9 +128,24 @@ class Judge:
 
     async def _newest_prediction(self, first: Export | None) -> float | None:
         """Of a run that serves nothing, when it is over. Its newest version stays untried, for a resumed run that serves."""
-        await self.over.wait()
+        tidy = partial(retain, self.config, self.coordinator)
+        keeping = asyncio.create_task(self._keep_few(tidy))
+        try:
+            await self.over.wait()
+        finally:
+            keeping.cancel()
+        await tidy()
         newest = await self.coordinator.next_export(False) or first
         return newest.predicted_walked if newest is not None else None
+
+    async def _keep_few(self, tidy: Callable[[], Awaitable[None]]) -> None:
+        """Have old versions deleted whenever a new one came, whether or not any is tried."""
+        newest = None
+        while True:
+            found = await self.coordinator.newest_version(newest)
+            if found != newest:
+                newest = found
+                await tidy()
 
     async def _hear_overrides(self) -> None:
         while True:
@@ -141,6 +165,11 @@ class Judge:
             except Reject:
                 continue
         return prompts
+
+
+def is_there(export: Export) -> bool:
+    """Whether a version's folder is where it was written."""
+    return Path(export.directory).is_dir()
 
 
 def replica_state(stats: dict, role: str, options: ServeConfig) -> Replica:

@@ -2,17 +2,17 @@
 
 import asyncio
 import math
-import shutil
 import time
 from collections.abc import Awaitable
 from pathlib import Path
 
 from cluster.evidence import Decision, Evidence, decide, decide_on_users, upper_share, version_counts, without
 from cluster.pool import Pool, ReplicaGone
+from cluster.retention import retain
 from torchspec_lite.acceptance import Counts
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
-from torchspec_lite.export import verify, versions
+from torchspec_lite.export import verify
 from torchspec_lite.parity import compare_drafts
 from workers.refusal import SwapRefused
 from workers.reports import Export
@@ -31,20 +31,22 @@ one request resemble each other, so a few hard requests look like a bad drafter.
 
 
 class Rollout:
-    """Brings versions into the pool, one at a time. `serving` is the version all replicas fall back to.
+    """Brings versions into the pool, one at a time. `serving` is the version all replicas fall back to, `parent` the one that
+    served before it and that a person may go back to: None where there is none, and after a rollback.
 
     `shadow_prompts`: token ids of held-out prompts, asked at low priority where users' traffic is too thin.
     """
 
     def __init__(self, config: Config, pool: Pool, coordinator, shadow_prompts: list[list[int]], fingerprint: str,
-                 serving: Export):
+                 serving: Export, parent: Export | None = None):
         self.config, self.options = config, config.rollout
         self.pool, self.coordinator, self.fingerprint = pool, coordinator, fingerprint
-        self.shadow_prompts, self.serving, self.parent = shadow_prompts, serving, serving
+        self.held_out = self.shadow_prompts = shadow_prompts
+        self.serving, self.parent = serving, parent
         self.shadow: dict[int, list[Counts]] = {}
-        self.best = serving
-        self.known: dict[int, Export] = {serving.version: serving}
         self.tried = serving
+        self.waiting: Export | None = None
+        self.by_hand: dict[int, str] = {}
         self.canaries: list[str] = []
         self.changing = asyncio.Lock()
         self.allowed = asyncio.Event()
@@ -53,16 +55,24 @@ class Rollout:
     async def introduce(self, export: Export) -> str:
         """Try a version, or the newest that came while the serving one was measured (`tried`); returns its final state
         (`promoted`, `rolled_back` or `refused`)."""
+        self.waiting = self.tried = export
         await self.allowed.wait()
         async with self.changing:
             try:
-                await self._ask_as_users_do()
-                return await self._introduce(export)
+                # While it waited for its turn a person may have decided on it.
+                state = self.by_hand.get(export.version)
+                if state is None:
+                    await self._ask_as_users_do()
+                    state = await self._introduce(export)
             finally:
-                self.canaries = []
+                self.canaries, self.waiting = [], None
+                if self.config.traffic.fraction:
+                    self.ask(self.held_out)  # users' prompts are kept for one trial only
+            await self._retain()
+        return state
 
     async def _introduce(self, export: Export) -> str:
-        self.known[export.version] = self.tried = export
+        self.tried = export
         refusal = self._gate(export)
         if refusal:
             return await self._end(export, "refused", refusal)
@@ -104,7 +114,7 @@ class Rollout:
         decision, reason = await self._compare(export, canaries)
         if decision != "promote":
             return await self._roll_back(export, reason)
-        return await self._promote(export, [name for name in replicas if name not in canaries], reason)
+        return await self._promote(export, reason)
 
     async def _begin_trial(self, export: Export, where: str, ahead: int = 0) -> str | None:
         """Swap the canaries and check parity, while `ahead` shadow prompts are asked; the reason if it drafts otherwise."""
@@ -136,7 +146,7 @@ class Rollout:
             await self.coordinator.event("trial", f"{reason}: shadow prompts decide", export.version)
             await self._restore(export)
             return None
-        return await self._promote(export, [], reason, live)
+        return await self._promote(export, reason, live)
 
     async def _ask_users(self, export: Export) -> tuple[Decision, str, Counts]:
         """What users' rounds from now on say, as soon as they say something; `wait` when they have stopped asking, or when
@@ -156,28 +166,58 @@ class Rollout:
             await asyncio.sleep(LOOK_S)  # counters are seen only by asking
 
     async def overrule(self, action: str, version: int | None) -> None:
-        """A person's word: pause, resume, promote VERSION or rollback (to the serving version's parent)."""
+        """A person's word: pause, resume, promote VERSION (any of this run whose folder is there) or rollback (to `parent`).
+        What cannot be done leaves an event that says why, and all as it was."""
         if action == "pause":
             self.allowed.clear()
-            return
-        if action == "resume":
+        elif action == "resume":
             self.allowed.set()
-            return
-        export = self.known.get(version) if action == "promote" else self.parent
-        if export is None or not Path(export.directory).is_dir():
-            await self.coordinator.event("override", f"{action} {version}: no such version here", version)
-            return
-        async with self.changing:
-            if action == "rollback":
-                await self._state(self.serving, "rolled_back", "by hand")
-            await self._promote(export, await self.pool.replicas(), f"by hand ({action})")
+        else:
+            told_of = self.serving
+            async with self.changing:
+                problem = await self._change_by_hand(action, version, told_of)
+                if problem is not None:
+                    word = action if version is None else f"{action} {version}"
+                    await self.coordinator.event("override", f"{word}: {problem}", version)
+                await self._retain()
 
-    def _gate(self, export: Export) -> str | None:
-        """What speaks against trying a version at all, before any replica is touched."""
+    async def _change_by_hand(self, action: str, version: int | None, told_of: Export) -> str | None:
+        """Promote, or go back from `told_of`, which served when a person said so; the reason where that cannot be."""
+        rollback = action == "rollback"
+        if rollback and self.serving is not told_of:  # the trial that was waited for has replaced it
+            return f"version {self.serving.version} was promoted meanwhile"
+        export = self.parent if rollback else await self.coordinator.find_export(version)
+        if export is None:
+            return "nothing to go back to" if rollback else "no such version in this run"
+        if export.version == self.serving.version:
+            return "it serves already"
+        if broken := self._broken(export):
+            return broken
+        try:
+            await self._promote(export, f"by hand ({action})")
+        except SwapRefused as refused:
+            return f"swap refused at {refused}"
+        self.by_hand[export.version] = "promoted"
+        if rollback:
+            # Last: a run that dies before goes on with the version that all replicas have already.
+            await self._state(told_of, "rolled_back", "by hand")
+            self.by_hand[told_of.version], self.parent = "rolled_back", None
+        return None
+
+    def _broken(self, export: Export) -> str | None:
+        """What is wrong with a version's files."""
+        if not Path(export.directory).is_dir():
+            return f"drafter {export.directory}: its folder is gone"
         try:
             verify(Path(export.directory), self.fingerprint)
         except UserError as error:
             return str(error)
+        return None
+
+    def _gate(self, export: Export) -> str | None:
+        """What speaks against trying a version at all, before any replica is touched."""
+        if broken := self._broken(export):
+            return broken
         predicted, serving = export.predicted_walked, export.serving_walked
         if serving is None:
             serving = self.serving.predicted_walked
@@ -282,29 +322,35 @@ class Rollout:
                 await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position),
                                               export is self.serving)
 
-    async def _promote(self, export: Export, rest: list[str], reason: str, live: Counts | None = None) -> str:
-        """`rest`: replicas that do not run it yet. `live`: users' rounds, where these were all that was measured."""
+    async def _promote(self, export: Export, reason: str, live: Counts | None = None) -> str:
+        """On every replica. `live`: users' rounds, where these were all that was measured."""
         # First the name that restarted replicas read, then those that run, so that a replica lost in between comes
         # back with the new version.
         self.pool.promote(export.directory)
-        for place, name in enumerate(rest):
-            try:
-                await self._swap(name, export)
-            except ReplicaGone:
-                continue  # its successor starts with the promoted version
-            except SwapRefused:
-                self.pool.promote(self.serving.directory)
-                await self._restore(export, rest[:place])
-                raise
+        asked: set[str] = set()
+        # Looked at anew each time: a replica that came while the version was tried has read the name before.
+        while rest := [name for name in await self._running(export, False) if name not in asked]:
+            for name in rest:
+                asked.add(name)
+                try:
+                    await self._swap(name, export)
+                except ReplicaGone:
+                    continue  # its successor starts with the promoted version
+                except SwapRefused:
+                    self.pool.promote(self.serving.directory)
+                    await self._restore(export, [name for name in await self._running(export) if name not in self.canaries])
+                    raise
         self.parent, self.serving = self.serving, export
-        if (export.predicted_walked or 0) >= (self.best.predicted_walked or 0):
-            self.best = export
         await self._end(export, "promoted", reason)
         counts = live or sum(self.shadow.get(export.version, []), Counts(0, ()))
         if counts.rounds:
             await self.coordinator.served(export.version, counts.acceptance_length, list(counts.per_position), True)
-        self._retain()
         return "promoted"
+
+    async def _running(self, export: Export, this: bool = True) -> list[str]:
+        """Names of the replicas that run this version; those that run another where `this` is False."""
+        return [stats["replica"] for stats in await self.pool.stats()
+                if (stats["version"] == Path(export.directory).name) == this]
 
     async def _roll_back(self, export: Export, reason: str, state: str = "rolled_back") -> str:
         """Give the canaries their old weights again, and say why."""
@@ -329,10 +375,11 @@ class Rollout:
         await self._state(export, state, reason)
         return state
 
-    def _retain(self) -> None:
-        """Delete version folders beyond the newest few; the serving one, its parent and the best stay."""
-        found = versions(self.config.run_dir / "drafters")
-        stay = {self.serving.version, self.parent.version, self.best.version, *sorted(found)[-self.options.keep:]}
-        for version, path in found.items():
-            if version not in stay:
-                shutil.rmtree(path)
+    async def retain(self) -> None:
+        """Delete version folders that nobody needs. Waits for a trial: it may take up newer versions, and ends with this."""
+        async with self.changing:
+            await self._retain()
+
+    async def _retain(self) -> None:
+        in_use = (self.serving, self.parent, self.waiting)
+        await retain(self.config, self.coordinator, [export.version for export in in_use if export is not None])

@@ -98,11 +98,11 @@ def test_a_run_ends_when_every_sample_is_durable_or_rejected(make):
         held_out = await take(coordinator, 9)
         leases = await take(coordinator, 9)
         assert await take(coordinator, 9) == []  # all are on their way: ask again
-        assert await coordinator.outstanding(None) == 3
+        assert await coordinator.outstanding(None, 0) == 3
         await coordinator.rejected(leases[0].id, leases[0].attempt, "too_long")
         await settle(coordinator, held_out + leases[1:], step=1)
         assert await take(coordinator, 9) is None
-        assert await coordinator.outstanding(None) == 0
+        assert await coordinator.outstanding(None, 0) == 0
         account = await coordinator.account()
         assert account["samples"] == {"queued": 0, "leased": 0, "streamed": 0, "trained": 0, "durable": 2, "rejected": 1, "all": 3}
         assert account["reasons"] == {"too_long": 1}
@@ -125,6 +125,40 @@ def test_a_lost_workers_leases_wake_another_that_waits(make):
         assert {lease.attempt for lease in again} == {2}
         # The first worker's delivery, late, is not trained.
         assert await coordinator.streamed([(first[0].id, 1, 5)]) == {}
+
+    asyncio.run(story())
+
+
+def test_a_lost_workers_own_waiting_call_takes_nothing(make):
+    coordinator = make(train=2, held_out=1)
+    coordinators.LONG_POLL_S = 20.0
+
+    async def story():
+        await settle(coordinator, await take(coordinator, 1), step=1)
+        leases = await take(coordinator, 2)
+        waiting = asyncio.create_task(take(coordinator, 2))  # of a worker that dies while it waits
+        await asyncio.sleep(0)
+        await coordinator.worker_lost("w")
+        assert await asyncio.wait_for(waiting, 5) == []
+        again = await take(coordinator, 2)  # of its successor, by the same name
+        assert [(lease.id, lease.attempt) for lease in again] == [(lease.id, 2) for lease in leases]
+
+    asyncio.run(story())
+
+
+def test_a_rank_waits_for_what_may_come_to_it_alone(make):
+    coordinator = make(train=5, held_out=1, trainer={"ranks": 2})
+
+    async def story():
+        await take(coordinator, 1)
+        mine, theirs = await take(coordinator, 2), await take(coordinator, 2)
+        assert ({lease.rank for lease in mine}, {lease.rank for lease in theirs}) == ({0}, {1})
+        assert await coordinator.outstanding(None, 0) == 3  # one is queued still
+        await take(coordinator, 1)  # for rank 0
+        await settle(coordinator, mine, step=1)
+        assert (await coordinator.outstanding(None, 0), await coordinator.outstanding(None, 1)) == (1, 2)
+        assert await coordinator.coming(None) == 3
+        assert await coordinator.outstanding(mine[0].ordinal + 1, 0) == 0
 
     asyncio.run(story())
 
@@ -155,9 +189,9 @@ def test_stopping_leaves_queued_samples_queued(make):
         leases = await take(coordinator, 2)
         await coordinator.stop("stopped by hand")
         assert await take(coordinator, 2) is None
-        assert await coordinator.outstanding(None) == 2  # these may still arrive
+        assert await coordinator.outstanding(None, 0) == 2  # these may still arrive
         await settle(coordinator, leases, step=1)
-        assert await coordinator.outstanding(None) == 0
+        assert await coordinator.outstanding(None, 0) == 0
         assert (await coordinator.account())["samples"]["queued"] == 3
 
     asyncio.run(story())
@@ -194,12 +228,35 @@ def test_the_newest_export_is_tried_and_comes_back_whole(make):
         assert await coordinator.next_export(True) == export(2, [probe])
         states = {row["version"]: row["state"] for row in await coordinator.versions()}
         assert states == {1: "gated", 2: "exported"}
-        assert await coordinator.newest_promoted() is None
+        assert await coordinator.served_last() == (None, None)
         await coordinator.version_state(2, "promoted", "better")
         assert await coordinator.next_export(False) is None
-        assert await coordinator.newest_promoted() == export(2, [probe])
+        assert await coordinator.served_last() == (export(2, [probe]), None)
+        assert await coordinator.find_export(1) == export(1) and await coordinator.find_export(3) is None
 
     asyncio.run(story())
+
+
+async def promoted(coordinator, *versions):
+    for version in versions:
+        await coordinator.version_state(version, "promoted", "")
+
+
+def test_what_a_person_put_in_place_of_the_newest_version_serves_in_a_resumed_run(make):
+    first = make()
+
+    async def before():
+        for version in (3, 5, 7):
+            await first.exported(export(version))
+        await promoted(first, 3, 5, 7, 3)
+        assert await first.served_last() == (export(3), export(7))
+
+    asyncio.run(before())
+    first.observer.close()
+    first.ledger.close()
+    second = make()
+    assert second.observer.serving_version == 3 and second.observer.version == 7
+    assert asyncio.run(second.served_last()) == (export(3), export(7))
 
 
 def test_second_answers_are_wanted_while_training_goes_on(make):

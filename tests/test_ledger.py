@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchspec_lite.errors import UserError
-from torchspec_lite.ledger import IllegalTransition, Ledger
+from torchspec_lite.ledger import FOLD_EVERY, REPEATED_S, IllegalTransition, Ledger
 
 
 @pytest.fixture
@@ -267,6 +267,29 @@ def test_versions_and_events(ledger):
     assert ledger.history(1)[0]["data"] is None
 
 
+@pytest.mark.parametrize("events, serving, before", [
+    ("", None, None), ("+1", 1, None), ("+1 +5 +7", 7, 5), ("+1 +1", 1, None),
+    ("+5 +7 +3", 3, 7),                   # 3 by hand
+    ("+5 +7 +5 -7", 5, None),             # gone back by hand
+    ("+5 +7 -7", 5, None), ("+5 +7 -7 +5", 5, None),
+    ("+5 +7 +5 -7 +5", 5, None),          # and resumed
+    ("+5 +7 +5 -7 +8", 8, 5),
+    ("+5 -6 +7 -8", 7, 5), ("-1", None, None), ("+1 -1", None, None)])
+def test_what_serves_follows_from_the_order_of_events(ledger, events, serving, before):
+    for event in events.split():
+        ledger.add_event("promoted" if event[0] == "+" else "rolled_back", "", version=int(event[1:]))
+        ledger.add_event("exported", "", version=9)
+    assert ledger.served() == (serving, before)
+
+
+def test_the_newest_event_about_a_version(ledger):
+    for number, (kind, version) in enumerate([("exported", 1), ("exported", 1), ("exported", 2), ("canary", 1)]):
+        ledger.add_event(kind, f"text {number}", version, data={"number": number})
+    assert ledger.newest_event("exported", 1)["data"] == {"number": 1}
+    ledger.add_event("canary", "plain", 2)
+    assert ledger.newest_event("canary", 2)["data"] is None and ledger.newest_event("gated", 1) is None
+
+
 def test_five_thousand_transitions_a_second_in_batches(tmp_path):
     ledger = Ledger(tmp_path / "l")
     ledger.add_samples([(f"s{i}", i) for i in range(4096)], "train")
@@ -353,3 +376,19 @@ def test_settled_served_requests_are_counted_and_forgotten(ledger):
     held = ledger._db.execute("SELECT COUNT(*) FROM samples WHERE purpose = 'traffic'").fetchone()[0]
     assert held <= 4 and ledger._db.execute("SELECT COUNT(*) FROM passes").fetchone()[0] <= 4
     assert ledger.account()["queued"] == 6
+
+
+def test_requests_rejected_without_any_checkpoint_are_forgotten_too(ledger, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("torchspec_lite.ledger.time.time", lambda: clock[0])
+    for place in range(1, 4 * FOLD_EVERY + 1):  # as trainers do that rest: what a newer one pushes out of the window is rejected
+        ledger.arrived([(f"t{place}", 10)], rank=0)
+        if place > 16:
+            ledger.rejected(f"t{place - 16}", 1, "newer_came")
+        clock[0] += 4 * REPEATED_S / FOLD_EVERY  # so that a quarter of FOLD_EVERY were rejected lately
+    account = ledger.account("traffic")
+    assert (account["streamed"], account["rejected"], account["all"]) == (16, 4 * FOLD_EVERY - 16, 4 * FOLD_EVERY)
+    assert ledger.reasons() == {"newer_came": 4 * FOLD_EVERY - 16}
+    held = ledger._db.execute("SELECT COUNT(*) FROM samples WHERE state = 'rejected'").fetchone()[0]
+    assert held <= FOLD_EVERY // 4 + 1
+    assert ledger.arrived([(f"t{4 * FOLD_EVERY}", 10)], rank=0) == {f"t{4 * FOLD_EVERY}": 0}  # a repeated report

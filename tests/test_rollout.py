@@ -2,110 +2,20 @@
 by fakes that keep what they were told; tests with real engines are in test_rollout_live.py."""
 
 import asyncio
-from pathlib import Path
+import shutil
+from functools import partial
 
 import pytest
 
 from cluster import rollout as rollouts
 from cluster.pool import ReplicaGone
-from cluster.rollout import Rollout
+from tests.rollout_rig import LENGTHS, FakePool, export, make_rollout
 from torchspec_lite.acceptance import Counts
-from torchspec_lite.config import build
-from torchspec_lite.errors import UserError
-from torchspec_lite.parity import ParityProbe
-from workers.refusal import SwapRefused
-from workers.reports import Export
-
-
-class FakePool:
-    """Replicas whose shadow acceptance depends on the version they run: `length[version]`."""
-
-    def __init__(self, names, length, refuse=(), gone=(), drafted=None):
-        self.running = dict.fromkeys(names, "v000000")
-        self.replica_count, self.length, self.refuse, self.gone = len(names), length, set(refuse), set(gone)
-        self.drafted = drafted or {}
-        self.promoted = None
-
-    async def replicas(self):
-        return list(self.running)
-
-    async def stats(self):
-        return [{"replica": name, "version": version, "running": 0, "waiting": 0, "versions": []}
-                for name, version in self.running.items()]
-
-    async def swap(self, name, directory):
-        version = Path(directory).name
-        if version in self.refuse or (name, version) in self.refuse:
-            raise SwapRefused("load", "wrong shape")
-        if (name, version) in self.gone:
-            raise ReplicaGone(f"replica {name} is gone")
-        self.running[name] = version
-        return {"load_ms": 10.0}
-
-    async def probe(self, name, prompts, max_tokens):
-        drafts = self.drafted.get(self.running[name], [8, 9])
-        return [{"token_ids": [1, 2, 7, 8, 9], "rounds": [(3, drafts)]} for _ in prompts]
-
-    async def shadow(self, name, prompts, max_tokens):
-        return [{"drafts": 40, "per_position": [round(40 * (self.length[self.running[name]] - 1))]} for _ in prompts]
-
-    def promote(self, directory):
-        self.promoted = Path(directory).name
-
-
-class FakeCoordinator:
-    def __init__(self):
-        self.states, self.alarms, self.events, self.exports = [], [], [], []
-
-    async def next_export(self, wait):
-        assert not wait
-        return self.exports.pop() if self.exports else None
-
-    async def version_state(self, version, state, reason):
-        self.states.append((version, state, reason))
-
-    async def raise_alarm(self, text):
-        self.alarms.append(text)
-
-    async def event(self, *what):
-        self.events.append(what)
-
-    async def served(self, *what):
-        self.events.append(("served", *what))
-
-    async def swapped(self, *what):
-        pass
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """A rollout over fakes; `bad` names versions that the offline check refuses."""
-    def make(pool, bad=(), **options):
-        def verify(directory, fingerprint):
-            if directory.name in bad:
-                raise UserError(f"drafter {directory}: model.safetensors has another hash than its manifest")
-        monkeypatch.setattr(rollouts, "verify", verify)
-        config = build({"name": "r", "run_root": str(tmp_path), "target": {"model": "x"},
-                        "rollout": {"min_rounds": 100, "shadow_prompts": 2, **options}}, "test")
-        coordinator = FakeCoordinator()
-        rollout = Rollout(config, pool, coordinator, [[1]] * 8, "t@0", export(tmp_path, 0, 1.2))
-        return rollout, coordinator
-    return make
-
-
-PROBE = ParityProbe(2, [1, 2, 7, 8, 9], [[8, 9], [9, 4], [5, 6]])
-
-
-def export(root, version, predicted, probes=(PROBE,), serving=None, against=0):
-    directory = root / "r" / "drafters" / f"v{version:06d}"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "manifest.json").write_text("{}")
-    return Export(version, version * 10, version * 100, version - 1 if version else None, str(directory), predicted,
-                  predicted, [], list(probes), serving and serving.acceptance_length, serving and serving.as_list(),
-                  against if serving else None)
-
-
-LENGTHS = {"v000000": 1.2, "v000001": 1.5, "v000002": 1.1, "v000003": 1.0}
+    return partial(make_rollout, tmp_path, monkeypatch)
 
 
 def test_a_good_version_goes_canary_first_then_everywhere(start, tmp_path):
@@ -339,37 +249,67 @@ def test_capacity_is_kept(start, tmp_path):
     assert "min_capacity" in coordinator.states[-1][2]
 
 
-def test_by_hand(start, tmp_path):
-    pool = FakePool(["a", "b"], LENGTHS)
-    rollout, coordinator = start(pool)
+def test_a_replica_that_came_while_a_version_was_tried_gets_it_too(start, tmp_path):
+    pool = FakePool(["a", "b", "c", "d"], LENGTHS)
+    rollout, _ = start(pool)
+    shadow, swap, swapped = pool.shadow, pool.swap, []
 
-    async def story():
-        await rollout.introduce(export(tmp_path, 1, 1.5))
-        await rollout.overrule("rollback", None)
-        assert set(pool.running.values()) == {"v000000"} and pool.promoted == "v000000"
-        await rollout.overrule("promote", 1)
-        assert set(pool.running.values()) == {"v000001"}
-        await rollout.overrule("promote", 77)
-        assert set(pool.running.values()) == {"v000001"}
-        await rollout.overrule("pause", None)
-        waiting = asyncio.create_task(rollout.introduce(export(tmp_path, 2, 1.5)))
-        await asyncio.sleep(0)
-        assert not waiting.done() and all(version != 2 for version, _, _ in coordinator.states)
-        await rollout.overrule("resume", None)
-        assert await waiting == "rolled_back"
+    async def meanwhile(name, *rest):
+        if pool.running.get("a") == "v000001":
+            pool.running.pop("b", None)
+            pool.running["b again"] = "v000000"  # it has read what was promoted before
+        return await shadow(name, *rest)
 
-    asyncio.run(story())
+    async def counted(name, directory):
+        if name == "d":
+            pool.running["e"] = "v000000"
+        swapped.append(name)
+        return await swap(name, directory)
+
+    pool.shadow, pool.swap = meanwhile, counted
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted"
+    assert pool.running == dict.fromkeys(["a", "c", "d", "b again", "e"], "v000001")
+    assert sorted(swapped) == ["a", "b again", "c", "d", "e"] and swapped[0] == "a"  # the canary once
 
 
-def test_old_versions_are_deleted_but_not_those_in_use(start, tmp_path):
-    lengths = {f"v{n:06d}": 1.2 + 0.1 * n for n in range(8)}
-    rollout, _ = start(FakePool(["a"], lengths), keep=2)
+def test_a_replica_that_came_with_the_new_version_is_brought_back_when_another_refuses_it(start, tmp_path):
+    pool = FakePool(["a", "b", "c"], LENGTHS, refuse={("c", "v000001")})
+    rollout, _ = start(pool)
+    promote = pool.promote
 
-    async def story():
-        for version in range(1, 7):
-            assert await rollout.introduce(export(tmp_path, version, 1.2 + 0.1 * version)) == "promoted"
-        await rollout.overrule("rollback", None)
+    def with_newcomer(directory):
+        promote(directory)
+        pool.running.setdefault("d", pool.promoted)
 
-    asyncio.run(story())
-    left = sorted(path.name for path in (tmp_path / "r" / "drafters").iterdir())
-    assert left == ["v000005", "v000006"]
+    pool.promote = with_newcomer
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "refused"
+    assert pool.running == dict.fromkeys(["a", "b", "c", "d"], "v000000") and pool.promoted == "v000000"
+
+
+def test_a_version_whose_folder_is_gone_is_refused_by_name(start, tmp_path):
+    rollout, coordinator = start(FakePool(["a"], LENGTHS))
+    version = export(tmp_path, 1, 1.5)
+    shutil.rmtree(version.directory)
+    assert asyncio.run(rollout.introduce(version)) == "refused"
+    assert coordinator.states == [(1, "refused", f"drafter {version.directory}: its folder is gone")]
+
+
+def test_users_prompts_are_asked_in_a_trial_and_kept_no_longer(start, tmp_path):
+    pool, asked = FakePool(["a"], LENGTHS), []
+    rollout, _ = start(pool)
+    rollout.config = rollout.config.model_copy(update={"traffic": rollout.config.traffic.model_copy(update={"fraction": 1.0})})
+    shadow = pool.shadow
+
+    async def recent_prompts(count):
+        return [[7], [8]][:found]
+
+    async def noted(name, prompts, max_tokens):
+        asked.extend(prompts)
+        return await shadow(name, prompts, max_tokens)
+
+    pool.recent_prompts, pool.shadow = recent_prompts, noted
+    for version, found, expected in ((1, 2, {7, 8}), (2, 1, {1})):  # one alone is too few: held-out ones are asked
+        asyncio.run(rollout.introduce(export(tmp_path, version, 1.5)))
+        assert {token for prompt in asked for token in prompt} == expected
+        assert rollout.shadow_prompts == [[1]] * 8
+        asked.clear()

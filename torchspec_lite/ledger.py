@@ -27,6 +27,10 @@ STATES = ("queued", "leased", "streamed", "trained", "durable", "rejected")
 LEARNED = ("train", "traffic")
 """Purposes of samples that are trained on."""
 VERSION_STATES = ("exported", "gated", "canary", "promoted", "rolled_back", "refused")
+FOLD_EVERY = 256
+"""Served requests, after which those that were rejected long ago are counted together."""
+REPEATED_S = 600.0
+"""A report that got no answer is repeated for less than this."""
 
 
 class IllegalTransition(Exception):
@@ -132,6 +136,8 @@ class Ledger(LedgerFile):
                 # Places below zero: the run's fixed order is of the queued ones.
                 place = int(self._meta("arrivals", "0")) + 1
                 self._set_meta(db, "arrivals", place)
+                if place % FOLD_EVERY == 0:  # trainers that rest reject what newer ones push out, and write no checkpoint
+                    self._fold(db, "state = 'rejected' AND updated < ?", time.time() - REPEATED_S)
                 db.execute("INSERT INTO samples VALUES (?,?,'traffic','streamed',1,0,0,NULL,NULL,?,?,NULL,NULL,?)",
                            (id, -place, rank, tokens, time.time()))
                 accepted[id] = 0
@@ -167,7 +173,7 @@ class Ledger(LedgerFile):
                 "WHERE samples.id = held.id", (step, self.checkpoint_step()))
             changed = db.execute("UPDATE samples SET state = 'durable', updated = ? WHERE state = 'trained' AND "
                                  "passes_durable = passes", (time.time(),)).rowcount
-            self._fold(db)
+            self._fold(db, "state = 'rejected' OR state = 'durable' AND step <= ?", self.checkpoint_step())
             self._set_meta(db, "checkpoint_step", max(step, self.checkpoint_step()))
         return changed
 
@@ -238,11 +244,10 @@ class Ledger(LedgerFile):
             self._set_meta(db, "checkpoint_step", checkpoint_step)
         return queued
 
-    def _fold(self, db: sqlite3.Connection) -> None:
-        """Count served requests that were settled by the checkpoint before this one, and forget them one by one: an
-        endless run's ledger stays small."""
-        settled = "purpose = 'traffic' AND (state = 'rejected' OR state = 'durable' AND step <= ?)"
-        before = self.checkpoint_step()
+    def _fold(self, db: sqlite3.Connection, settled: str, before: float) -> None:
+        """Count served requests that are settled by the SQL condition, a function of `before`, and forget them one by one:
+        an endless run's ledger stays small."""
+        settled = f"purpose = 'traffic' AND ({settled})"
         for state, reason, count in db.execute(
                 f"SELECT state, reason, COUNT(*) FROM samples WHERE {settled} GROUP BY 1, 2", (before,)).fetchall():
             key = f"folded traffic {state} {reason or ''}".strip()
@@ -341,6 +346,25 @@ class Ledger(LedgerFile):
         events = self._dicts("SELECT * FROM (SELECT rowid AS number, * FROM events WHERE ?1 IS NULL OR kind = ?1 "
                              "ORDER BY rowid DESC LIMIT ?2) ORDER BY number", (kind, limit))
         return [event | {"data": event["data"] and json.loads(event["data"])} for event in events]
+
+    def newest_event(self, kind: str, version: int) -> dict | None:
+        """The newest event of a kind about a version, as in `history`; None when there is none."""
+        found = self._dicts("SELECT * FROM events WHERE kind = ? AND version = ? ORDER BY rowid DESC LIMIT 1", (kind, version))
+        return found[0] | {"data": found[0]["data"] and json.loads(found[0]["data"])} if found else None
+
+    def served(self) -> tuple[int | None, int | None]:
+        """The version that serves by the order of events, and the one before it that a rollback goes back to: after a rollback
+        there is none until another version is promoted."""
+        serving = before = None
+        for row in self._dicts("SELECT kind, version FROM events WHERE kind IN ('promoted', 'rolled_back') ORDER BY rowid"):
+            promoted, version = row["kind"] == "promoted", row["version"]
+            if promoted and version != serving:
+                serving, before = version, serving
+            elif not promoted and version == serving:
+                serving, before = before, None
+            elif not promoted and version == before:
+                before = None
+        return serving, before
 
     def _current(self, db: sqlite3.Connection, id: str, attempt: int) -> SampleRow | None:
         """The sample, or None (and counted) when `attempt` is over. Raises for what was never leased."""
