@@ -88,6 +88,18 @@ def test_walk_by_hand():
     assert walk_rounds(accepted, live, mask) == [1, 0, 1, 0]
 
 
+def test_an_answer_that_began_before_the_sample_is_walked_by_hand():
+    #        token    0  1  2  3  4  5  6  7  8
+    mask = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1, 1])
+    live = torch.tensor([1, 1, 1, 0, 0, 1, 1, 0]).bool()
+    accepted = torch.tensor([1, 9, 0, 9, 9, 0, 1, 9])
+    # No row reads token 0. Row 0 reads 1 and accepts 2, the target adds 3; row 2 reads 3 and accepts nothing, the target adds
+    # 4; row 3 is not live. Second answer: row 5 reads 6 and accepts nothing; row 6 accepts 8, the last.
+    assert walk_rounds(accepted, live, mask) == [1, 0, 0, 1]
+    # Of the first answer only its last token was kept: it drafts nothing.
+    assert walk_rounds(accepted, torch.tensor([0, 0, 0, 0, 0, 1, 1, 0]).bool(), torch.tensor([1, 0, 0, 0, 0, 0, 1, 1, 1])) == [0, 1]
+
+
 def parrot(draft_ids, follow):
     """A drafter whose guess depends on the token it reads alone: after token i it drafts follow[i].
 
@@ -146,6 +158,16 @@ def test_prediction_by_hand():
     assert prediction.per_position_conditional == (0.8, 0.5, 0.5)
     assert prediction.sampled is None
     assert len(prediction.feature_norm) == 3 and prediction.feature_norm[0] < prediction.feature_norm[1]
+
+
+def test_prediction_of_an_answer_that_fills_the_sample_by_hand():
+    sample, head = world([1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7], [1] * 8)
+    prediction = predict(parrot(torch.arange(8), {1: 2, 2: 3, 3: 4, 4: 5, 5: 1, 6: 7}), head, [sample], 3)
+    # Row 0 reads 1 and drafts 2, 3, 4, all right, the target adds 5; row 4 reads 5 and drafts 1, wrong, the target adds 6;
+    # row 5 reads 6 and drafts 7, right, and that is the end.
+    assert prediction.walk == Counts(3, (2, 1, 1)) and prediction.walked == 1 + 4 / 3
+    # Every live row as a round, rows 0 to 5: 3, 3, 2, 1, 0, 1.
+    assert prediction.live == Counts(6, (5, 3, 2))
 
 
 def test_what_lies_outside_the_draft_vocabulary_is_never_accepted():

@@ -144,6 +144,8 @@ def test_a_prompt_always_goes_to_the_same_rank_and_ranks_get_alike_many():
     ranks = [sieve.share(answer(prompt, 1, 2), 4) for prompt in range(400)]
     assert ranks == [sieve.share(answer(prompt, 3), 4) for prompt in range(400)]
     assert all(abs(ranks.count(rank) - 100) < 4 * math.sqrt(75) for rank in range(4))
+    long = [Taken(torch.tensor([token, 1]), torch.ones(2), torch.zeros(1, 1, 1), torch.zeros(1, 1), None) for token in range(400)]
+    assert len({sieve.share(taken, 4) for taken in long}) == 4  # nothing is left of their prompts
 
 
 def test_the_acceptance_of_a_second_answer_is_nobodys():

@@ -205,13 +205,14 @@ def walk_rounds(accepted: torch.Tensor, live: torch.Tensor, mask: torch.Tensor) 
     """Accepted tokens of each round as serving would make them.
 
     accepted [n-1] int: leading accepted steps of each row; live [n-1] bool; mask [n]. The first round of an answer is
-    at the row that reads its first token; a round that accepted a tokens is followed by one a + 1 rows later.
+    at the row that reads its first token; a round that accepted a tokens is followed by one a + 1 rows later. Of an
+    answer that began before the sample nobody knows where its rounds fell; it is walked from row 0, the first there is.
     """
-    answer = [False, *mask.bool().tolist()]
+    answer = [False, *mask.bool().tolist()[1:]]                            # no row reads token 0
     accepted, live = accepted.tolist(), live.tolist()
     rounds = []
-    for token in range(1, len(answer) - 1):
-        if not answer[token + 1] or answer[token]:
+    for token in range(1, len(answer)):
+        if not answer[token] or answer[token - 1]:
             continue                                                       # not the first token of an answer
         row = token - 1                                                    # reads token `row + 1`
         while row < len(live) and live[row]:

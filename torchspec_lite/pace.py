@@ -1,5 +1,6 @@
 """The pace of an endless run: when a version is worth exporting, when training rests, and when it wakes."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,10 @@ class Pace:
         return self.rested_at is not None
 
     def look(self, candidate: float, serving: float) -> Literal["export", "go_on", "rest"]:
-        """What follows from the two acceptance lengths. After `rest` the serving one is what must fall to wake it."""
+        """What follows from the two acceptance lengths. After `rest` the serving one is what must fall to wake it. From one
+        that is not a number, of no round at all, nothing follows."""
+        if math.isnan(candidate) or math.isnan(serving):
+            return "go_on"
         if candidate - serving >= self.options.export_margin:
             self.idle, self.highest = 0, None
             return "export"
@@ -42,7 +46,7 @@ class Pace:
         """Whether the serving version's acceptance length has fallen far enough since the rest began."""
         if serving > self.rested_at:
             self.rested_at = serving
-        if serving > self.rested_at - self.options.wake_drop:
+        if not serving <= self.rested_at - self.options.wake_drop:  # also where it is not a number
             return False
         self.rested_at = None
         return True

@@ -208,8 +208,9 @@ class Sieve:
 
     def share(self, taken: Taken, parts: int) -> int:
         """Which of the trainer ranks gets a request: for the same prompt always the same one, since the first rank predicts
-        on requests before their like is trained."""
-        return int.from_bytes(self._digest(taken.token_ids[taken.mask == 0])) % parts
+        on requests before their like is trained. Of an answer so long that nothing is left of its prompt the tokens decide."""
+        prompt = taken.token_ids[taken.mask == 0]
+        return int.from_bytes(self._digest(prompt if len(prompt) else taken.token_ids)) % parts
 
     def _digest(self, token_ids: torch.Tensor) -> bytes:
         return hashlib.blake2b(token_ids.numpy().tobytes(), digest_size=16, key=self.key).digest()

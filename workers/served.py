@@ -1,5 +1,6 @@
 """What a trainer rank does with served traffic: takes it in, mixes it with general samples, and judges what was learned."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from workers.traffic_intake import TrafficIntake
 
 LEAST_WINDOW = 4
 """Until so many requests have come nothing is predicted, and versions are exported by step count."""
+THIN_S = 300.0
+"""Longest wait of a step for a whole batch. Shorter where all passes would not fit into a quarter of `traffic.max_age_s`."""
 Predict = Callable[[Drafter, list], Prediction | None]
 
 
 @dataclass(frozen=True)
 class Look:
     """Two drafters on the same window: the one that training has to offer, and the version that serves. Without the two
-    predictions nothing was looked at, for want of new requests."""
+    predictions nothing was looked at, for want of new requests or of a round in them."""
 
     decision: Literal["export", "go_on", "rest"]
     drafter: Drafter
@@ -56,7 +59,9 @@ class ServedTraffic:
         self.coordinator, self.predict = coordinator, predict
         self.mixture = Mixture(general, intake.buffer, intake.options.general_share)
         self.pace = Pace(intake.options)
-        self.looked_at = 0
+        self.looked_at, self.looked_when = 0, intake.clock()
+        self.thin_s = min(THIN_S, intake.options.max_age_s / 4 / intake.buffer.reuse)
+        self.waits_since = math.inf  # never: nothing waits
         self.seen: deque[Seen] = deque()  # the last looks at the version that serves
         self.known: tuple[int, Drafter] | None = None
         self.anchor: Drafter | None = None
@@ -65,8 +70,18 @@ class ServedTraffic:
     def tokens(self) -> int:
         return self.intake.buffer.tokens
 
+    def has_a_batch(self, tokens: int) -> bool:
+        """Whether a step may be made of what waits: as many tokens as that or, where more have not come for long, what there is.
+        With thin traffic samples would else grow too old one by one and none would be trained. Ask at every turn: the wait is
+        counted from the first that finds something to train."""
+        waiting, now = self.mixture.general.tokens + self.tokens, self.intake.clock()
+        self.waits_since = min(self.waits_since, now) if waiting else math.inf
+        return waiting >= tokens or now - self.waits_since >= self.thin_s
+
     def count_pass(self, entries: list[Entry]) -> list[Entry]:
         """Note a step's entries in the buffer each came from; those done."""
+        if entries:
+            self.waits_since = math.inf
         served = [entry for entry in entries if entry.sample.id in self.intake.came]
         return self.intake.count_pass(served) + self.mixture.count_general_pass(entries)
 
@@ -76,20 +91,23 @@ class ServedTraffic:
         the version that served when training began or woke.
 
         A request waits for one look only, so that what it teaches is soon in use. Then few are compared at a time, so the
-        last looks at the same serving version count too, up to `traffic.window` requests.
+        last looks at the same serving version count too, up to `traffic.window` requests. Where traffic is so thin that
+        requests are trained on before half of a window has come, the fewest will do.
         """
         serving, fresh = self._serving(), len(self.intake.newest())
         if serving is None or not self.looked_at and fresh < LEAST_WINDOW:
             return None
         self.anchor = self.anchor or serving
-        if fresh < max(LEAST_WINDOW, self.intake.options.window // 2):
-            return Look("go_on", drafter, None, None, self.known[0], serving)
+        unseen = Look("go_on", drafter, None, None, self.known[0], serving)
+        long_ago = self.intake.clock() - self.looked_when >= self.intake.patience_s
+        if fresh < (LEAST_WINDOW if long_ago else max(LEAST_WINDOW, self.intake.options.window // 2)):
+            return unseen
         offers = [drafter, *(blend(self.anchor, drafter, share) for share in self.intake.options.blend)]
         predicted, present = [self._on_window(offer) for offer in offers], self._on_window(serving)
         if None in predicted or present is None:
-            return None
+            return unseen
         drafter, candidate = max(zip(offers, predicted), key=lambda pair: pair[1].walked)
-        self.looked_at = self.intake.arrivals
+        self.looked_at, self.looked_when = self.intake.arrivals, self.intake.clock()
         self.intake.let_train()
         seen = self._with_looks_before(Seen(fresh, candidate.walk, present.walk))
         decision = self.pace.look(seen.candidate.acceptance_length, seen.serving.acceptance_length)

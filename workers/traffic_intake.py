@@ -19,16 +19,17 @@ class TrafficIntake:
     """Memory only: nothing of a served request is written anywhere. `teach` works out a sample's teacher statistics.
 
     On rank 0 requests wait in the window to be predicted on, then in the buffer for their passes: until the next look
-    (`let_train`), or until as many newer ones have come as the window has place for. A second answer is not predicted on,
-    but waits as long as the first one, which came before it. What is older than `traffic.max_age_s` leaves both. In a full
-    buffer the newest take the place of what was trained most: a trainer that has no time for all passes of all requests
-    gives each fewer, and does not go blind to new traffic meanwhile.
+    (`let_train`), until as many newer ones have come as the window has place for, or for `patience_s`, which leaves as long
+    for the passes. A second answer is not predicted on, but waits as long as the first one, which came before it. What is
+    older than `traffic.max_age_s` leaves both. In a full buffer the newest take the place of what was trained most: a
+    trainer that has no time for all passes of all requests gives each fewer, and does not go blind to new traffic meanwhile.
     """
 
     def __init__(self, config: Config, rank: int, expect: Expectation, coordinator, teach: Teach,
                  clock: Callable[[], float] = time.monotonic):
         self.config, self.options, self.rank = config, config.traffic, rank
         self.expect, self.coordinator, self.teach, self.clock = expect, coordinator, teach, clock
+        self.patience_s = config.traffic.max_age_s / 2
         trainer = config.trainer
         self.buffer = ReuseBuffer(trainer.reuse, trainer.reuse_buffer_mib << 20, trainer.seed + rank)
         self.window: deque[Entry] = deque()
@@ -55,13 +56,19 @@ class TrafficIntake:
 
     def fill(self, wait_s: float, resting: bool = False) -> bool:
         """Take what has come, waiting up to `wait_s` for the first; True if any came. While `resting` no more than another
-        window's worth is kept, and new requests take the place of the oldest: training wakes to the newest traffic."""
+        window's worth is kept, and new requests take the place of the oldest: training wakes to the newest traffic.
+
+        However fast they come, the caller's turn comes too: after a window's worth while `resting`, else after as many as
+        the receiver holds.
+        """
         self._let_go_of_the_old()
+        if not resting:
+            self._let_train_what_waited()
         self._tell_refusals()
-        came = self._take(wait_s, resting)
-        while came and self._take(0.0, resting):
-            pass
-        return came
+        most, came = self.options.window if resting else self.config.stream.max_samples, 0
+        while came < most and self._take(0.0 if came else wait_s, resting):
+            came += 1
+        return came > 0
 
     def _take(self, wait_s: float, resting: bool) -> bool:
         if not (resting or self.buffer.has_room() or any(entry.passes for entry in self.buffer.entries.values())):
@@ -128,6 +135,11 @@ class TrafficIntake:
         oldest = self.clock() - self.options.max_age_s
         while self.came and next(iter(self.came.values())) < oldest:
             self._drop(next(iter(self.came)), "too_old")
+
+    def _let_train_what_waited(self) -> None:
+        long_ago = self.clock() - self.patience_s
+        while self.window and self.came[self.window[0].sample.id] < long_ago:
+            self._add(self.window.popleft(), resting=False)
 
     def _drop(self, id: str, reason: str) -> None:
         del self.came[id]

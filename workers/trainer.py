@@ -10,7 +10,7 @@ from torchspec_lite.acceptance import Prediction, predict
 from torchspec_lite.chat import load_tokenizer
 from torchspec_lite.config import Config
 from torchspec_lite.drafter import Drafter, init_drafter
-from torchspec_lite.export import export, load_drafter
+from torchspec_lite.export import export, load_drafter, versions
 from torchspec_lite.learner import Learner, StepResult
 from torchspec_lite.parity import make_probe
 from torchspec_lite.reuse import Entry, ReuseBuffer
@@ -134,6 +134,7 @@ class Trainer:
     def _restored(self, step: int) -> None:
         if self.rank == 0:
             self.coordinator.call("restored", step)
+        self.group.sum(torch.zeros(1))  # none reports a sample before: it would be queued again all the same
 
     def _begin(self) -> None:
         """A fresh drafter, or the one to start from; its vocabulary is chosen from the first samples' tokens."""
@@ -143,8 +144,9 @@ class Trainer:
             generator = torch.Generator().manual_seed(self.options.seed)
             drafter = init_drafter(self.info, self.head, self.config.drafter, self._choose_vocabulary(), generator,
                                    self.layer_ids)
+        drafter = drafter.to(self.device)
         self.group.same_weights(drafter)
-        self.learner = Learner(drafter.to(self.device), self.device_head, self.options, self.group)
+        self.learner = Learner(drafter, self.device_head, self.options, self.group)
         self._publish()
 
     def _restore(self, path: Path) -> None:
@@ -157,6 +159,11 @@ class Trainer:
         self.version, self.samples_done, self.trained_s = extra["version"], extra["samples"], extra["trained_s"]
         self.exported_step = self.learner.step
         self._restored(self.learner.step)
+        lost = self.rank == 0 and self.version not in versions(self.run_dir / "drafters")
+        if self.group.sum(torch.tensor([float(lost)]))[0]:  # the trainers ended between the checkpoint and its version
+            drafter = self.learner.exportable()
+            if drafter is not None:
+                self._export(drafter, self.version, None)
 
     def _choose_vocabulary(self) -> torch.Tensor:
         """Count what the target wrote in the run's first samples, over all ranks, in no order that matters."""
@@ -164,7 +171,7 @@ class Trainer:
         with self.phases.phase("wait"):
             while self.buffer.has_room():
                 self._fill(FILL_WAIT_S)
-                if self.coordinator.call("outstanding", first) == 0 and not self._take_one(0.0):
+                if self.coordinator.call("outstanding", first, self.rank) == 0 and not self._take_one(0.0):
                     break
         counts = torch.zeros(2, self.info.vocab_size, dtype=torch.int64)          # prompt's, answer's
         for entry in self.buffer.entries.values():
@@ -192,7 +199,7 @@ class Trainer:
             mine = self._progress() if self.rank == 0 else 0.0
             resting = self.rank == 0 and self.served is not None and self.served.pace.resting
             drawn, progress, open_ended, rest = self.group.sum(torch.tensor(
-                [len(entries), mine, not entries and self._open_ended(), resting], dtype=torch.float64)).tolist()
+                [len(entries), mine, not entries and self._may_get_more(), resting], dtype=torch.float64)).tolist()
             self.resting = rest > 0
             if not drawn:
                 return open_ended > 0
@@ -216,7 +223,7 @@ class Trainer:
         enough = self.options.batch_tokens * (2 * self.options.reuse - 1)
         self._fill(0.0)
         while self.buffer.tokens < enough and self.buffer.has_room() and not self.stopping:
-            if not self._fill(FILL_WAIT_S) and self.coordinator.call("outstanding", None) == 0 and not self._fill(0.0):
+            if not self._fill(FILL_WAIT_S) and self.coordinator.call("outstanding", None, self.rank) == 0 and not self._fill(0.0):
                 break
         drawn = self.buffer.draw(self.options.batch_tokens)
         while self._earlier_may_come(drawn) and not self.stopping:
@@ -225,7 +232,8 @@ class Trainer:
         return drawn
 
     def _mixed_entries(self) -> list[Entry]:
-        """The same where served traffic comes too; none while training rests."""
+        """The same where served traffic comes too, or what there is after a long wait; none while training rests. Each rank
+        decides for itself: one that has none takes part in the others' step with none."""
         if self.resting and not self.time_is_up:
             self.served.intake.fill(FILL_WAIT_S, resting=True)
             if self.rank == 0:
@@ -238,8 +246,13 @@ class Trainer:
                 break
             if not came:
                 self.served.intake.fill(SERVED_WAIT_S)
-        enough = self.buffer.tokens + self.served.tokens >= self.options.batch_tokens
+        enough = self.served.has_a_batch(self.options.batch_tokens)
         return self.served.mixture.draw(self.options.batch_tokens) if enough or not self._open_ended() else []
+
+    def _may_get_more(self) -> bool:
+        """Whether to go on with nothing: served requests may come, or what is leased for another rank may fail there and come
+        here."""
+        return self._open_ended() or not self.stopping and self.coordinator.call("coming", None) > 0
 
     def _open_ended(self) -> bool:
         """Whether served requests may still come."""
@@ -374,4 +387,4 @@ class Trainer:
         samples, statistics = zip(*pairs)
         prediction = predict(drafter, self.head, samples, self.config.serve.num_speculative_tokens, self.serving_dtype,
                              statistics)
-        return prediction if prediction.rows else None
+        return prediction if prediction.rounds else None

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from torchspec_lite.config import Config
+from workers import trainer
 
 DAYS = 30 * 86400
 MS_REMOUNT, MNT_DETACH = 32, 2  # linux/mount.h
@@ -56,3 +57,16 @@ def small_disk(place: Path) -> Iterator[tuple[Callable, Callable]]:
         yield unharmed, lambda: LIBC.mount(b"tmpfs", where, b"tmpfs", MS_REMOUNT, b"size=256m")
     finally:
         LIBC.umount2(where, MNT_DETACH)
+
+
+def dies_before_version_2(config: Config) -> None:
+    """The trainer that is to write version 2 ends in between: its checkpoint is there, the version is not. Once."""
+    write, mark = trainer.export, config.run_dir / "died"
+
+    def export(drafter, directory, version, *rest):
+        if version == 2 and not mark.exists():
+            mark.touch()
+            os._exit(9)
+        return write(drafter, directory, version, *rest)
+
+    trainer.export = export

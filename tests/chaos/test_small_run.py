@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.chaos.harms import jumping_clock, small_disk
+from tests.chaos.harms import dies_before_version_2, jumping_clock, small_disk
 from tests.chaos.small_run import Failed, SmallRun, small_config
 from tests.tiny import make_tiny_target
 from torchspec_lite.export import versions
@@ -134,6 +134,15 @@ def test_everything_is_killed_at_once_and_resumed(folder, undisturbed, table):
     assert (account["durable"], lost, twice) == (PROMPTS * ROUNDS, 0, 0)
     assert same(last_drafter(config), undisturbed)
     assert_nothing_left(second)
+
+
+def test_a_version_whose_checkpoint_alone_was_written_is_made_up_for(folder, undisturbed):
+    config = small_config(folder, "no-version", PROMPTS * ROUNDS, ordered=True)
+    with SmallRun(config, dies_before_version_2) as run:
+        account = run.finish()
+    assert (config.run_dir / "died").exists() and account["durable"] == PROMPTS * ROUNDS
+    found = versions(config.run_dir / "drafters")
+    assert list(found) == list(range(max(found) + 1)) and same(last_drafter(config), undisturbed)
 
 
 @pytest.mark.parametrize("place", ["drafters", "checkpoints"])
