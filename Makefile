@@ -10,7 +10,7 @@ CHAOS_SEED ?= $(shell date +%s)
 
 help:
 	@echo "make demo    set up, then train and serve a drafter for a small real model (about 15 minutes on 2 cores)"
-	@echo "make test    set up, then run every test"
+	@echo "make test    set up, then run the tests (all but make chaos; they want chromium)"
 	@echo "make venv    only set up: $(VENV)"
 	@echo "make bench   the benchmarks that need no drafter, one JSON object each"
 	@echo "make fuzz    a million inputs at the wire decoder and the control messages"

@@ -25,13 +25,14 @@ from workers.engine import engine_env
 from workers.refusal import SwapRefused
 from workers.target_address import ReceiverAddress
 
-APPLICATION = "torchspec-lite"
 DEPLOYMENT = "Replica"
 PROMOTED = "promoted.json"
 SWAP_WAIT_S = 300.0
 STATS_WAIT_S = 20.0
 QUEUED_REQUESTS = 1024
 HEALTH_PERIOD_S = 2.0
+DRAIN_S = 120.0
+"""A replica that Ray Serve takes away, since there are fewer requests, ends those that it has begun for so long."""
 
 
 class ReplicaGone(Exception):
@@ -43,11 +44,11 @@ class ReplicaGone(Exception):
 class ReplicaDeployment:
     """Ray Serve's side of `workers.server.Replica`; vLLM is imported in the replica's own process only."""
 
-    async def __init__(self, config: Config, target_dir: str, run_dir: str, api_key: str | None):
+    async def __init__(self, config: Config, target_dir: str, run_dir: str, api_key: str | None, opt_out_key: str | None):
         from workers.server import Replica
         version_dir = promoted(run_dir)
         name = serve.get_replica_context().replica_id.unique_id
-        self.replica = await Replica.start(config, target_dir, version_dir, name, api_key)
+        self.replica = await Replica.start(config, target_dir, version_dir, name, api_key, opt_out_key)
         if promoted(run_dir) != version_dir:
             await self.replica.swap(promoted(run_dir))
 
@@ -83,10 +84,14 @@ class ReplicaDeployment:
 
 @dataclass(frozen=True)
 class Pool:
-    """A running pool. Holds no connection, so it may be handed to any actor of the cluster. Methods are async."""
+    """A running pool. Holds no connection, so it may be handed to any actor of the cluster. Methods are async.
+
+    `application`: its name in Ray Serve. `replica_count`: how many replicas there are at least when all is well.
+    """
 
     url: str
     run_dir: str
+    application: str
     replica_count: int
 
     async def stats(self) -> list[dict]:
@@ -148,7 +153,7 @@ class Pool:
                           f"alive: {', '.join(await self.replicas()) or 'none'}")
 
     async def _ask(self, replica, method, args, wait_s) -> list[dict]:
-        handle = serve.get_app_handle(APPLICATION)
+        handle = serve.get_app_handle(self.application)
         try:
             answers = await handle.broadcast("on_replica", replica, method, args).results_async(
                 timeout_s=wait_s, return_exceptions=True)
@@ -167,11 +172,14 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
     """Start the pool on the Ray cluster that this process is connected to; returns when every replica answers.
 
     target_dir, drafter_dir: folders that every node sees. run_dir: where `promoted.json` is kept. Raises UserError when
-    the port is in use, when the endpoint would be open to others without an API key, or when a replica cannot start.
+    the port is in use, when others use the cluster's Ray Serve, when the endpoint would be open to others without an API
+    key, or when a replica cannot start.
     """
-    options = config.serve
+    options, name = config.serve, application(config)
     api_key = resolve_secret(options.api_key, "serve.api_key")
+    opt_out_key = resolve_secret(config.traffic.opt_out_key, "traffic.opt_out_key")
     check_exposure(options.host, api_key)
+    _make_way(name)
     port = claim_port(options.host, options.port)
     write_promoted(run_dir, drafter_dir)
     serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port},
@@ -181,22 +189,43 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
              {"num_replicas": options.replicas})
     deployment = ReplicaDeployment.options(
         **scale, max_ongoing_requests=4 * options.max_num_seqs, max_queued_requests=QUEUED_REQUESTS,
-        health_check_period_s=HEALTH_PERIOD_S, graceful_shutdown_timeout_s=10, graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S, graceful_shutdown_timeout_s=DRAIN_S, graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus, "label_selector": options.node, "runtime_env": {
             "env_vars": engine_env(options.cpus, options.gpus, config.target.tensor_parallel_size)}})
-    application = deployment.bind(config, str(Path(target_dir).absolute()), str(Path(run_dir).absolute()), api_key)
+    deployed = deployment.bind(config, str(Path(target_dir).absolute()), str(Path(run_dir).absolute()), api_key,
+                                         opt_out_key)
     try:
-        serve.run(application, name=APPLICATION, route_prefix="/")
+        serve.run(deployed, name=name, route_prefix="/")
     except RuntimeError as error:
-        stop()
+        stop(config)
         raise UserError(f"serving pool: a replica did not start; Ray's session log of the replica has the whole error. "
                         f"{error}") from error
     host = f"[{options.host}]" if ":" in options.host else options.host
-    return Pool(f"http://{host}:{port}", str(Path(run_dir).absolute()), options.replicas)
+    count = options.autoscaling.get("min_replicas", 1) if options.autoscaling else options.replicas
+    return Pool(f"http://{host}:{port}", str(Path(run_dir).absolute()), name, count)
 
 
-def stop() -> None:
-    """Stop the pool and Ray Serve; returns when their processes have been told to go. Does nothing without a pool."""
+def stop(config: Config) -> None:
+    """Stop this run's pool and, unless others use it, Ray Serve; returns when their processes have been told to go. Does
+    nothing without a pool."""
+    name, running = application(config), set(serve.status().applications)
+    if not running - {name}:
+        serve.shutdown()
+    elif name in running:
+        serve.delete(name)
+
+
+def application(config: Config) -> str:
+    """The name of a run's pool in Ray Serve."""
+    return f"torchspec-lite {config.name}"
+
+
+def _make_way(name: str) -> None:
+    """Take away what a killed driver of this run left on a cluster that outlives it. Raises UserError for a Ray Serve that
+    others use: its address is not ours to set, and who may reach it is not known."""
+    if others := set(serve.status().applications) - {name}:
+        raise UserError(f"serving pool: Ray Serve on this cluster serves {', '.join(sorted(others))} already, at an address of "
+                        "its own; end that, give the run a cluster of its own, or train with serve.replicas=0")
     serve.shutdown()
 
 

@@ -1,6 +1,7 @@
 """The driver: the story of a run, from an empty directory to a drafter that serves."""
 
 import asyncio
+import logging
 import signal
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torchspec_lite.logs import cause_of, one_line, setup_logging
 from torchspec_lite.target import TargetInfo, describe
 from torchspec_lite.target_folder import resolve_target
 
+log = logging.getLogger(__name__)
 OBSERVE_EVERY_S = 1.0
 
 
@@ -84,7 +86,7 @@ async def story(run: Run) -> tuple[dict, str]:
         watch.cancel()
         await coordinator.finish.remote(state, reason or await coordinator.stop_reason.remote())
         if run.config.serve.replicas and not run.config.serve.external:
-            await asyncio.to_thread(pools.stop)
+            await asyncio.to_thread(pools.stop, run.config)
         if dashboard is not None:
             dashboard.close()
 
@@ -115,10 +117,17 @@ async def open_dashboard(run: Run, coordinator):
 
 
 async def observe(run: Run, coordinator, judge: Judge) -> None:
-    """Once a second: the live state to the run directory and the terminal."""
+    """Once a second: the live state to the run directory and the terminal. What goes wrong with that is logged, once."""
+    said = None
     while True:
-        await judge.report()
-        run.screen.show(await coordinator.observe.remote())
+        try:
+            await judge.report()
+            run.screen.show(await coordinator.observe.remote())
+            said = None
+        except Exception as error:  # nobody waits for this task, and the run does not depend on it
+            if (says := one_line(error)) != said:
+                log.warning("the live state was not written: %s", says)
+            said = says
         await asyncio.sleep(OBSERVE_EVERY_S)
 
 

@@ -33,7 +33,7 @@ def serve(config: Config, as_json: bool) -> int:
         try:
             asyncio.run(_until_signal())
         finally:
-            pools.stop()
+            pools.stop(config)
     return 0
 
 

@@ -95,7 +95,8 @@ class LiveReplica:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.replica = self.run(Replica.start(config, str(target), version_dir, "replica-0", api_key))
+        self.replica = self.run(Replica.start(config, str(target), version_dir, "replica-0", api_key,
+                                              config.traffic.opt_out_key))
 
     def run(self, coroutine: Coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(WAIT_S)

@@ -1,8 +1,9 @@
-"""What a replica remembers of sampled requests, and for how long."""
+"""Which requests may be sampled, what a replica remembers of them, and for how long."""
 
 import asyncio
 from weakref import WeakSet
 
+import pytest
 from vllm import SamplingParams
 
 from workers import consent
@@ -47,3 +48,18 @@ def test_prompts_of_sampled_requests_are_remembered_newest_first_and_let_go_when
         assert sampling.recent(9) == [] and not kept
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("name, value, allowed", [
+    (b"authorization", b"Bearer hush", False), (b"authorization", b"bearer hush", False),
+    (b"Authorization", b"BEARER   hush ", False), (b"authorization", b"Bearer other", True), (b"authorization", b"hush", True),
+    (b"authorization", b"Basic hush", True), (b"X-Torchspec-Lite-Capture", b" No ", False),
+    (b"x-torchspec-lite-capture", b"yes", True)])
+def test_whoever_says_no_in_any_way_that_is_let_in_is_not_sampled(name, value, allowed):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(consent.consent.get())
+
+    asyncio.run(consent.AsksConsent(app, "hush")({"type": "http", "headers": [(name, value)]}, None, None))
+    assert seen == [allowed]

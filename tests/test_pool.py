@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.serving_rig import TinyTarget
+from torchspec_lite.errors import UserError
 from workers.refusal import SwapRefused
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(420)]
@@ -30,12 +31,12 @@ def pool(target, tmp_path_factory):
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = os.getcwd()
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    config = target.config(replicas=2, cpus=0.5, api_key="sesame")
     try:
-        pool = serving.start(target.config(replicas=2, cpus=0.5, api_key="sesame"), str(target.path), drafters[0],
-                             str(folder / "run"))
+        pool = serving.start(config, str(target.path), drafters[0], str(folder / "run"))
         yield pool, drafters
     finally:
-        serving.stop()
+        serving.stop(config)
         ray.shutdown()
 
 
@@ -66,7 +67,8 @@ def wait_for_other(pool, known):
     raise TimeoutError(f"no replica beside {known} within {RESTART_S} s")
 
 
-def test_one_replica_is_swapped_and_a_dead_one_comes_back_promoted(pool, target):
+def test_one_replica_is_swapped_and_a_dead_one_comes_back_promoted(pool, target, tmp_path):
+    from cluster import pool as serving
     from cluster.pool import ReplicaGone
     pool, (first, second) = pool
     here, there = asyncio.run(pool.replicas())
@@ -87,6 +89,12 @@ def test_one_replica_is_swapped_and_a_dead_one_comes_back_promoted(pool, target)
         asyncio.run(pool.swap("nobody", second))
     probe, = asyncio.run(pool.probe(there, target.prompts[:1], 8))
     assert probe["token_ids"] == target.texts[0][:len(probe["token_ids"])]
+
+    config = target.config(replicas=1).model_copy(update={"name": "another"})
+    with pytest.raises(UserError, match="serves torchspec-lite run already"):
+        serving.start(config, str(target.path), first, str(tmp_path))
+    serving.stop(config)  # has nothing to stop, and leaves Ray Serve to those who use it
+    assert answers(pool, target, 12) == [(200, text) for text in target.texts * 2]
 
     pool.promote(second)
     victim = psutil.Process(next(stats["pid"] for stats in asyncio.run(pool.stats()) if stats["replica"] == there))

@@ -113,7 +113,7 @@ class Stage:
             (prompt, text[len(prompt):]) for prompt, text in zip(self.target.prompts, self.target.texts)])
 
     def close(self) -> None:
-        self.serving.stop()
+        self.serving.stop(self.config)
         self.ray.shutdown()
 
 

@@ -242,13 +242,13 @@ class RolloutConfig(Section):
     shadow_tokens: int = Field(default=64, ge=1)
     """Tokens asked for on each shadow prompt."""
     wait_s: float = Field(default=600, gt=0)
-    """Longest wait for a decision before a version is rolled back for want of data."""
+    """Longest wait for a decision; after it the mean decides: what is better is promoted, all else rolled back."""
     min_capacity: float = Field(default=0.5, ge=0, le=1)
     """Share of replicas that must stay ready while one is changed."""
     gate_margin: float = Field(default=0.05, ge=0)
     """A version whose predicted acceptance is lower than the serving one's by more than this is not tried."""
     parity: float = Field(default=0.98, ge=0, le=1)
-    """Least share of drafted tokens on which trainer and server must agree before a run's first push."""
+    """Least share of drafted tokens on which trainer and server must agree, checked on the canary for each version tried."""
     keep: int = Field(default=5, ge=1)
     """Drafter versions kept beside the promoted one, its parent and the best."""
 
@@ -272,7 +272,7 @@ class TrafficConfig(Section):
     """Captured requests older than this leave the trainers' memory, trained or not."""
     window: int = Field(default=16, ge=4)
     """Most captured requests that wait to be predicted on, which tells what a drafter is worth on present traffic. They are
-    trained on when that is done, which takes half as many at least, or when as many newer ones have come."""
+    trained on when that is done, which takes half as many at least, when as many newer ones have come, or after half of `max_age_s`."""
     second_answers: int = Field(default=0, ge=0)
     """Times that the target answers a sampled request's prompt once more, at temperature 1, for the trainers alone: the same
     traffic teaches more. Only while training does not rest and few requests run (traffic.second_answers_below)."""

@@ -27,5 +27,10 @@ class NeedsKey:
         if scope["path"] in OPEN or scope.get("method") == "OPTIONS":
             return True
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if given else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and any(hmac.compare_digest(key.strip(), known) for known in self.expected)
+        return bool(given) and any(is_key(given[0], known) for known in self.expected)
+
+
+def is_key(authorization: bytes, key: bytes) -> bool:
+    """Whether an `Authorization` header's value is `Bearer KEY`, the scheme in any case and any spaces around the key."""
+    scheme, _, given = authorization.strip().partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key)

@@ -1,6 +1,5 @@
 """Which served requests are sampled: chosen at random among those whose sender did not forbid it."""
 
-import hmac
 import random
 import time
 from collections import deque
@@ -8,6 +7,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from workers.api_key import is_key
 from workers.second_answers import SecondAnswers, forget_old
 from workers.serving_capture import MARK
 
@@ -30,7 +30,7 @@ class AsksConsent:
     """
 
     def __init__(self, app, opt_out_key: str | None):
-        self.app, self.opt_out = app, opt_out_key and f"Bearer {opt_out_key}".encode()
+        self.app, self.opt_out = app, opt_out_key and opt_out_key.encode()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http":
@@ -42,7 +42,7 @@ class AsksConsent:
             name = name.lower()
             if name == HEADER and value.strip().lower() in NO:
                 return False
-            if name == b"authorization" and self.opt_out and hmac.compare_digest(value.strip(), self.opt_out):
+            if name == b"authorization" and self.opt_out and is_key(value, self.opt_out):
                 return False
         return True
 

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from torchspec_lite.config import Config, ServeConfig, resolve_secret
+from torchspec_lite.config import Config, ServeConfig
 from torchspec_lite.errors import UserError
 from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.target import describe
@@ -64,7 +64,7 @@ class Replica:
 
     @classmethod
     async def start(cls, config: Config, target_dir: str, version_dir: str, name: str,
-                    api_key: str | None = None) -> "Replica":
+                    api_key: str | None = None, opt_out_key: str | None = None) -> "Replica":
         """Start an engine on the target in `target_dir` with the drafter in `version_dir`.
 
         The process needs `workers.engine.engine_env` from its birth. Takes 10 to 30 s on a CPU. Raises UserError when
@@ -82,7 +82,6 @@ class Replica:
         counter = DraftCounter(drafter_dir.name, config.serve.num_speculative_tokens)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[lambda vllm_config, index: counter])
         model_name = config.serve.model_name or target.name
-        opt_out_key = resolve_secret(config.traffic.opt_out_key, "traffic.opt_out_key")
         app = await _openai_app(engine, args, model_name, api_key, opt_out_key)
         replica = cls(engine, app, counter, name, target.fingerprint)
         replica.capture_settings = capture_settings(config, name, target, 0.0)
