@@ -133,6 +133,11 @@ def test_a_broken_one_is_skipped_by_name(tmp_path, caplog, damage, reason):
     assert checkpoint.newest(tmp_path) == tmp_path / "step_000020"
     warning, = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert reason in warning.message and "step_00003" in warning.message
+    save(tmp_path, 30, drafter, optimizer)  # the run comes to this step again
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000030"
+    assert (tmp_path / "broken-step_000030").is_dir() == (damage is not rename)
+    with pytest.raises(UserError, match="never written over"):
+        save(tmp_path, 30, drafter, optimizer)
 
 
 def test_none_at_all(tmp_path):

@@ -65,13 +65,15 @@ def save(directory: Path, step: int, config: DrafterConfig, drafter: nn.Module,
 
     `drafter` plain, in DDP or sharded by FSDP2; `tensors` are others to keep (a moving average), likewise.
     Each rank's random number generators are saved under its rank. Written to a temporary name, flushed, renamed.
-    Raises UserError when the disk is full or the step is there already; nothing half-written is left.
+    A broken one of this step, which `newest` went past, is kept as `broken-step_…`. Raises UserError when the disk is full or
+    the step is there already; nothing half-written is left.
     """
     final = step_path(directory, step)
     partial = final.with_name(f".{final.name}{PARTIAL}")
     try:
         with _together("make room for a checkpoint"):
             if _rank() == 0:
+                _set_aside_if_broken(final)
                 open_partial(final)
         with no_space_explained(final), _together("write a checkpoint"):
             weights, moments = get_state_dict(drafter, optimizers, options=FLAT)
@@ -114,6 +116,16 @@ def newest(directory: Path) -> Path | None:
         dist.broadcast(box, 0)
         chosen = int(box)
     return None if chosen < 0 else step_path(directory, chosen)
+
+
+def _set_aside_if_broken(path: Path) -> None:
+    if path.exists():
+        try:
+            check(path)
+        except UserError:
+            aside = path.with_name(f"broken-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def check(path: Path) -> State:

@@ -156,13 +156,15 @@ class Trainer:
             self.learner = Learner(drafter.to(self.device), self.device_head, self.options, self.group)
             self.learner.load(path)
         extra = state.extra
-        self.version, self.samples_done, self.trained_s = extra["version"], extra["samples"], extra["trained_s"]
+        self.samples_done, self.trained_s = extra["samples"], extra["trained_s"]
         self.exported_step = self.learner.step
         self._restored(self.learner.step)
-        lost = self.rank == 0 and self.version not in versions(self.run_dir / "drafters")
-        if self.group.sum(torch.tensor([float(lost)]))[0]:  # the trainers ended between the checkpoint and its version
+        there = max(versions(self.run_dir / "drafters"), default=-1) if self.rank == 0 else 0
+        there = int(self.group.sum(torch.tensor([there]))[0])
+        self.version = max(there, extra["version"])  # there are more where the newest checkpoints were broken
+        if there < extra["version"]:  # the trainers ended between the checkpoint and its version
             drafter = self.learner.exportable()
-            if drafter is not None:
+            if drafter is not None and self.coordinator.call("find_export", self.version) is None:
                 self._export(drafter, self.version, None)
 
     def _choose_vocabulary(self) -> torch.Tensor:

@@ -145,6 +145,20 @@ def test_a_version_whose_checkpoint_alone_was_written_is_made_up_for(folder, und
     assert list(found) == list(range(max(found) + 1)) and same(last_drafter(config), undisturbed)
 
 
+def test_a_run_whose_newest_checkpoint_is_broken_goes_on_from_the_one_before(folder, undisturbed):
+    config = small_config(folder, "broken", PROMPTS * ROUNDS, ordered=True)
+    with SmallRun(config) as first:
+        first.finish()
+    newest = max((config.run_dir / "checkpoints").glob("step_*"))
+    next(newest.glob("*.distcp")).write_bytes(b"")
+    with SmallRun(config) as second:
+        account = second.finish()
+    lost, twice = count(config, account)
+    assert (account["durable"], lost, twice) == (PROMPTS * ROUNDS, 0, 0)
+    assert same(last_drafter(config), undisturbed)
+    assert newest.is_dir() and newest.with_name(f"broken-{newest.name}").is_dir()
+
+
 @pytest.mark.parametrize("place", ["drafters", "checkpoints"])
 def test_a_full_disk_stops_the_run_with_a_reason_and_it_resumes(folder, undisturbed, table, place):
     config = small_config(folder, f"full-{place}", PROMPTS * ROUNDS, ordered=True)
