@@ -329,7 +329,7 @@ class Coordinator:
         return [row["version"] for row in self.ledger.versions() if row["state"] == "exported"]
 
     def _export(self, version: int) -> Export:
-        data = self.ledger.newest_event("exported", version)["data"]
+        data = self.ledger.history(1, "exported", version)[0]["data"]
         return Export(**data | {"probes": [ParityProbe(**probe) for probe in data["probes"]]})
 
     def _may_lease(self) -> bool:

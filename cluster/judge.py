@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
 from cluster import pool as pools
 from cluster.evidence import version_counts
 from cluster.external import ExternalPool
 from cluster.pool import Pool, ReplicaGone
-from cluster.retention import retain
+from cluster.retention import gone, retain
 from cluster.rollout import Rollout
 from cluster.screen import Screen
 from cluster.summary import Measurement
@@ -111,11 +110,11 @@ class Judge:
         """The version to start the pool with and the one before it: of a resumed run those that served last, else the first
         exported and none."""
         await self.coordinator.abandon_canaries()
-        served = [export for export in await self.coordinator.served_last() if export is not None and is_there(export)]
+        served = [export for export in await self.coordinator.served_last() if export is not None and not gone(export)]
         if served:
             return served[0], served[1] if len(served) > 1 else None
-        while (export := await self._next()) is not None and not is_there(export):
-            await self.coordinator.version_state(export.version, "refused", f"drafter {export.directory}: its folder is gone")
+        while (export := await self._next()) is not None and (reason := gone(export)):
+            await self.coordinator.version_state(export.version, "refused", reason)
         return export, None
 
     async def _next(self) -> Export | None:
@@ -165,11 +164,6 @@ class Judge:
             except Reject:
                 continue
         return prompts
-
-
-def is_there(export: Export) -> bool:
-    """Whether a version's folder is where it was written."""
-    return Path(export.directory).is_dir()
 
 
 def replica_state(stats: dict, role: str, options: ServeConfig) -> Replica:

@@ -193,7 +193,7 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus, "label_selector": options.node, "runtime_env": {
             "env_vars": engine_env(options.cpus, options.gpus, config.target.tensor_parallel_size)}})
     deployed = deployment.bind(config, str(Path(target_dir).absolute()), str(Path(run_dir).absolute()), api_key,
-                                         opt_out_key)
+                               opt_out_key)
     try:
         serve.run(deployed, name=name, route_prefix="/")
     except RuntimeError as error:

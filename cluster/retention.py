@@ -3,9 +3,11 @@
 import logging
 import shutil
 from collections.abc import Iterable
+from pathlib import Path
 
 from torchspec_lite.config import Config
 from torchspec_lite.export import versions
+from workers.reports import Export
 
 log = logging.getLogger(__name__)
 
@@ -20,3 +22,8 @@ async def retain(config: Config, coordinator, in_use: Iterable[int] = ()) -> Non
             shutil.rmtree(found[version])
         except OSError as error:  # a run does not end because a folder stays
             log.warning("version %d is old, but its folder could not be deleted: %s", version, error)
+
+
+def gone(export: Export) -> str | None:
+    """The reason not to use a version whose folder is not where it was written any more."""
+    return None if Path(export.directory).is_dir() else f"drafter {export.directory}: its folder is gone"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.evidence import Decision, Evidence, decide, decide_on_users, upper_share, version_counts, without
 from cluster.pool import Pool, ReplicaGone
-from cluster.retention import retain
+from cluster.retention import gone, retain
 from torchspec_lite.acceptance import Counts
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
@@ -206,8 +206,8 @@ class Rollout:
 
     def _broken(self, export: Export) -> str | None:
         """What is wrong with a version's files."""
-        if not Path(export.directory).is_dir():
-            return f"drafter {export.directory}: its folder is gone"
+        if reason := gone(export):
+            return reason
         try:
             verify(Path(export.directory), self.fingerprint)
         except UserError as error:

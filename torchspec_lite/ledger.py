@@ -341,16 +341,12 @@ class Ledger(LedgerFile):
             db.execute("INSERT INTO events VALUES (?,?,?,?,?,?)", (
                 time.time(), kind, version, replica, text, None if data is None else json.dumps(data)))
 
-    def history(self, limit: int = 1000, kind: str | None = None) -> list[dict]:
-        """The newest events (of one kind, if given), oldest first; `data` is a dict or None."""
-        events = self._dicts("SELECT * FROM (SELECT rowid AS number, * FROM events WHERE ?1 IS NULL OR kind = ?1 "
-                             "ORDER BY rowid DESC LIMIT ?2) ORDER BY number", (kind, limit))
+    def history(self, limit: int = 1000, kind: str | None = None, version: int | None = None) -> list[dict]:
+        """The newest events (of one kind, about one version, if given), oldest first; `data` is a dict or None."""
+        events = self._dicts("SELECT * FROM (SELECT rowid AS number, * FROM events WHERE (?1 IS NULL OR kind = ?1) "
+                             "AND (?2 IS NULL OR version = ?2) ORDER BY rowid DESC LIMIT ?3) ORDER BY number",
+                             (kind, version, limit))
         return [event | {"data": event["data"] and json.loads(event["data"])} for event in events]
-
-    def newest_event(self, kind: str, version: int) -> dict | None:
-        """The newest event of a kind about a version, as in `history`; None when there is none."""
-        found = self._dicts("SELECT * FROM events WHERE kind = ? AND version = ? ORDER BY rowid DESC LIMIT 1", (kind, version))
-        return found[0] | {"data": found[0]["data"] and json.loads(found[0]["data"])} if found else None
 
     def served(self) -> tuple[int | None, int | None]:
         """The version that serves by the order of events, and the one before it that a rollback goes back to: after a rollback
