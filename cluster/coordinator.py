@@ -8,12 +8,10 @@ from pathlib import Path
 
 from cluster.observer import Observer
 from torchspec_lite.config import Config
-from torchspec_lite.conversations import Dataset, check_disjoint, resolve_files
 from torchspec_lite.lease import Lease
 from torchspec_lite.ledger import Ledger
 from torchspec_lite.parity import ParityProbe
 from torchspec_lite.snapshot import Replica, Snapshot, ended, write_snapshot
-from torchspec_lite.target_folder import cache_dir
 from workers.reports import Export, PaceReport, TargetReport, TrainerReport
 
 LONG_POLL_S = 20.0
@@ -25,7 +23,8 @@ PURPOSES = ("train", "held_out")
 class Coordinator:
     """Ledger, leases, versions and the run's live state. All methods run on one event loop, so none needs a lock.
 
-    `run_dir/ledger.sqlite` is the truth: a coordinator that is started again goes on from it.
+    `run_dir/ledger.sqlite` is the truth, and the run's samples are in it before: a coordinator that is started again
+    goes on from it.
     """
 
     def __init__(self, config: Config, run_dir: str, started: float):
@@ -37,20 +36,9 @@ class Coordinator:
         self.losses: Counter[str] = Counter()  # of each target worker
         self.news = asyncio.Condition()
         self.overrides: asyncio.Queue[tuple[str, int | None]] = asyncio.Queue(maxsize=100)
-        self._queue_samples()
         for row in self.ledger.versions():
             self.observer.version, self.observer.predicted = row["version"], row["predicted"]
         self.observer.serving_version, _ = self.ledger.served()
-
-    def _queue_samples(self) -> None:
-        data, cache = self.config.data, cache_dir()
-        train = Dataset(resolve_files(data.train, "train", cache))
-        held_out = Dataset(resolve_files(data.held_out, "held_out", cache))
-        check_disjoint(train, held_out)
-        order = train.order(self.config.seed, data.epochs, data.max_prompts)
-        measured = held_out.order(self.config.seed, 1, data.held_out_prompts)
-        self.ledger.add_samples(((id, place) for place, id in enumerate(order)), "train")
-        self.ledger.add_samples(((id, len(order) + place) for place, id in enumerate(measured)), "held_out")
 
     # Target workers
 

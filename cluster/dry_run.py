@@ -9,13 +9,18 @@ from cluster.placement import make_plan, render
 from cluster.session import address_of, visit
 from torchspec_lite.config import Config, RayConfig
 from torchspec_lite.errors import UserError
+from torchspec_lite.sample_order import read_order
 from torchspec_lite.target import describe
-from torchspec_lite.target_folder import resolve_target
+from torchspec_lite.target_folder import cache_dir, resolve_target
 
 
 def dry_run(config: Config) -> tuple[dict, str]:
-    """The plan as values and as text, doubts included; nothing is written but the target's cache."""
+    """The plan as values and as text, doubts included; nothing is written but the target's cache.
+
+    Raises UserError for conversation files that are missing or wrong.
+    """
     plan = make_plan(config, describe(resolve_target(config.target.model)))
+    read_order(config, cache_dir())
     try:
         doubts = check_fit(plan, nodes_for(config.ray))
     except UserError as error:

@@ -23,8 +23,9 @@ from torchspec_lite import config as configs
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.logs import cause_of, one_line, setup_logging
+from torchspec_lite.sample_order import SampleOrder, read_order
 from torchspec_lite.target import TargetInfo, describe
-from torchspec_lite.target_folder import resolve_target
+from torchspec_lite.target_folder import cache_dir, resolve_target
 
 log = logging.getLogger(__name__)
 OBSERVE_EVERY_S = 1.0
@@ -43,8 +44,8 @@ class Run:
 def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
     """Run to the end; the closing object and page. Ctrl-C or SIGTERM ends it early with a checkpoint."""
     info = describe(resolve_target(config.target.model))
-    plan = make_plan(config, info)
-    started = open_run_dir(config, resume)
+    plan, order = make_plan(config, info), read_order(config, cache_dir())
+    started = open_run_dir(config, resume, order)
     setup_logging(config.run_dir, config.name, "driver", secrets=configs.secrets(config))
     with Screen(quiet) as screen:
         run = Run(config, info, started, screen)
@@ -91,9 +92,9 @@ async def story(run: Run) -> tuple[dict, str]:
             dashboard.close()
 
 
-def open_run_dir(config: Config, resume: bool) -> float:
-    """Make the run directory, or enter it again; when the run first began. Raises UserError for the wrong one of the
-    two."""
+def open_run_dir(config: Config, resume: bool, order: SampleOrder) -> float:
+    """Make the run directory with its ledger, or enter it again; when the run first began. Raises UserError for the
+    wrong one of the two, or when the ledger does not fit; the directory's config is written when all of it does."""
     folder, mark = config.run_dir, config.run_dir / "config.yaml"
     if mark.exists() and not resume:
         raise UserError(f"run directory {folder} is of an earlier run; add --resume to go on with it, or name=… for a new one")
@@ -101,6 +102,7 @@ def open_run_dir(config: Config, resume: bool) -> float:
         raise UserError(f"run directory {folder}: nothing to resume there; leave --resume out to start")
     folder.mkdir(parents=True, exist_ok=True)
     started = mark.stat().st_ctime if mark.exists() else time.time()
+    order.queue(folder / "ledger.sqlite", config.trainer.reuse)
     configs.save(config, mark)
     return started
 

@@ -8,8 +8,8 @@ import pytest
 from cluster import coordinator as coordinators
 from cluster.coordinator import Coordinator
 from torchspec_lite.config import build
-from torchspec_lite.errors import UserError
 from torchspec_lite.parity import ParityProbe
+from torchspec_lite.sample_order import read_order
 from torchspec_lite.snapshot import read_snapshot
 from workers.reports import Export, PaceReport, TrainerReport
 
@@ -31,8 +31,9 @@ def make(tmp_path, monkeypatch):
             "train": [write_prompts(tmp_path / "train.jsonl", "t", train)],
             "held_out": [write_prompts(tmp_path / "held.jsonl", "h", held_out)]}}
         values["data"] |= sections.pop("data", {})
-        (tmp_path / "r").mkdir(exist_ok=True)
-        opened.append(Coordinator(build(values | sections, "test"), str(tmp_path / "r"), started=0.0))
+        config = build(values | sections, "test")
+        read_order(config, tmp_path).queue(config.run_dir / "ledger.sqlite", config.trainer.reuse)
+        opened.append(Coordinator(config, str(config.run_dir), started=0.0))
         return opened[-1]
 
     yield make
@@ -330,11 +331,6 @@ def test_restoring_queues_what_the_weights_do_not_hold(make):
         assert samples["durable"] == 2 and samples["queued"] == 2
 
     asyncio.run(story())
-
-
-def test_learning_and_measuring_the_same_conversation_is_refused(make, tmp_path):
-    with pytest.raises(UserError, match="t-0"):
-        make(data={"held_out": [write_prompts(tmp_path / "same.jsonl", "t", 1)]})
 
 
 def test_the_live_state_tells_of_the_run(make, tmp_path):

@@ -13,6 +13,7 @@ from cluster.coordinator import Coordinator
 from cluster.judge import Judge
 from tests.rollout_rig import FakePool, export, folders
 from torchspec_lite.config import build
+from torchspec_lite.sample_order import read_order
 
 EQUAL = {f"v{n:06d}": 1.2 for n in range(10)}
 
@@ -48,7 +49,7 @@ def make(tmp_path, monkeypatch):
         config = build({"name": "r", "run_root": str(tmp_path), "target": {"model": "x"}, "rollout": rollout,
                         "serve": {"replicas": 1 if pool else 0},
                         "data": {"train": [str(tmp_path / "train.jsonl")], "held_out": [str(tmp_path / "held.jsonl")]}}, "test")
-        config.run_dir.mkdir(exist_ok=True)
+        read_order(config, tmp_path).queue(config.run_dir / "ledger.sqlite", config.trainer.reuse)
         coordinator = Coordinator(config, str(config.run_dir), started=0.0)
         opened.append(coordinator)
         judge = Judge(config, SimpleNamespace(fingerprint="t@0"), Line(coordinator), SimpleNamespace(say=lambda text: None), list)

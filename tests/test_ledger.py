@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchspec_lite import ledger_file
 from torchspec_lite.errors import UserError
 from torchspec_lite.ledger import FOLD_EVERY, REPEATED_S, IllegalTransition, Ledger
 
@@ -188,9 +189,10 @@ def test_a_failed_delivery_is_queued_again_unless_a_trainer_has_it(ledger):
     assert ledger.ignored() == {"stale": 1, "duplicates": 3}
 
 
-def test_one_writer_and_any_readers(tmp_path):
+def test_one_writer_and_any_readers(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path / "l", reuse=4)
     ledger.add_samples([("a", 0), ("b", 1)], "train")
+    monkeypatch.setattr(ledger_file, "LOCK_S", 0.2)
     with pytest.raises(UserError, match="another process"):
         Ledger(tmp_path / "l", reuse=4)
     reader = Ledger(tmp_path / "l", read_only=True)

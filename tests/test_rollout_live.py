@@ -18,6 +18,7 @@ from tests.steady_load import SteadyLoad
 from torchspec_lite.config import build
 from torchspec_lite.ledger import Ledger
 from torchspec_lite.parity import ParityProbe
+from torchspec_lite.sample_order import read_order
 from workers.reports import Export
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -53,7 +54,7 @@ class Stage:
             # More rounds than the shadow prompts give, so that users' requests decide.
             "rollout": {"min_rounds": 150, "canary_share": 0.5, "shadow_prompts": 6, "shadow_tokens": 32, "wait_s": 60},
         }, "test")
-        self.config.run_dir.mkdir(parents=True)
+        read_order(self.config, folder).queue(self.config.run_dir / "ledger.sqlite", self.config.trainer.reuse)
         self.handle = start_coordinator(self.config, time.time())
         self.coordinator = Awaited(self.handle)
         first = self.export(self.after(0))

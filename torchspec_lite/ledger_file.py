@@ -3,6 +3,7 @@
 import fcntl
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from torchspec_lite.errors import UserError
 
 SCHEMA_VERSION = 1
 WAIT_S = 10.0
+LOCK_S = 10.0
+"""Longest wait for another writer to end: one whose driver was killed lives a moment longer."""
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE samples(
@@ -89,14 +92,18 @@ class LedgerFile:
 
     def _become_writer(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = self.path.with_name(self.path.name + ".lock").open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.close()
-            raise UserError(f"ledger {self.path}: another process of this run is writing it; stop that run first, or "
-                            "give this one another name") from error
-        return lock
+        lock, deadline = self.path.with_name(self.path.name + ".lock").open("a"), time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                lock.close()
+                raise UserError(f"ledger {self.path}: another process of this run is writing it; stop that run first, "
+                                "or give this one another name") from error
 
     def _prepare(self, reuse: int) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")

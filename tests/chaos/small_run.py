@@ -26,6 +26,7 @@ from torchspec_lite.config import Config, build
 from torchspec_lite.lease import Lease
 from torchspec_lite.ledger import Ledger
 from torchspec_lite.sample import Sample
+from torchspec_lite.sample_order import read_order
 from torchspec_lite.stream import Sender, StreamError
 from torchspec_lite.target import TargetInfo, describe
 from workers import trainer as trainers
@@ -218,6 +219,7 @@ class SmallRun:
         Path(self.path).unlink(missing_ok=True)
         self.listener.bind(self.path)
         self.listener.listen(64)
+        read_order(self.config, self.config.run_dir).queue(self.config.run_dir / "ledger.sqlite", self.config.trainer.reuse)
         self._start("coordinator")
         self._start_trainers()
         return self
