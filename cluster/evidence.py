@@ -58,6 +58,9 @@ def decide(evidence: Evidence, options: RolloutConfig, exhausted: bool) -> tuple
         return "roll_back", f"worse: {found}"
     if min(new.rounds, old.rounds) >= options.min_rounds and interval.low >= -options.worse_margin:
         return "promote", found
+    if exhausted and not min(new.rounds, old.rounds):
+        return "roll_back", (f"nothing to judge it by: {new.rounds} and {old.rounds} draft rounds of users' requests and "
+                             "shadow prompts")
     if exhausted:
         better = interval.difference > 0
         return ("promote" if better else "roll_back"), f"{'better' if better else 'not better'} in the mean: {found}"

@@ -157,10 +157,11 @@ class Judge:
         data = self.config.data
         tokenizer = load_tokenizer(self.info.path, self.config.target.trust_remote_code)
         dataset = Dataset(resolve_files(data.held_out, "held_out", cache_dir()))
+        longest = min(data.max_length, self.config.target.max_model_len)  # as target workers do
         prompts = []
         for id in dataset.order(self.config.seed, 1, data.held_out_prompts):
             try:
-                prompts.append(render_prompt(tokenizer, dataset.get(id), data.max_length))
+                prompts.append(render_prompt(tokenizer, dataset.get(id), longest))
             except Reject:
                 continue
         return prompts

@@ -6,8 +6,11 @@ Ray Serve's public interface knows at each moment which replicas live, and no se
 """
 
 import asyncio
+import hashlib
 import json
+import logging
 import socket
+import time
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -17,7 +20,9 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from cluster import pool_owner
 from cluster.second_try import PROXY_CALLBACK, EndsWithEngine
+from cluster.session import address_of
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import is_loopback
@@ -25,12 +30,17 @@ from workers.engine import engine_env
 from workers.refusal import SwapRefused
 from workers.target_address import ReceiverAddress
 
+log = logging.getLogger(__name__)
 DEPLOYMENT = "Replica"
 PROMOTED = "promoted.json"
 SWAP_WAIT_S = 300.0
 STATS_WAIT_S = 20.0
 QUEUED_REQUESTS = 1024
 HEALTH_PERIOD_S = 2.0
+ROOM_WAIT_S = 900.0
+"""Longest wait for the first replicas to be placed: a cluster that grows by itself may fetch a node for them."""
+LOAD_WAIT_S = 3600.0
+"""Longest wait for the first replicas to answer."""
 DRAIN_S = 120.0
 """A replica that Ray Serve takes away, since there are fewer requests, ends those that it has begun for so long."""
 
@@ -168,19 +178,31 @@ class Pool:
         return [answer for answer in answers if isinstance(answer, dict)]
 
 
+def check(config: Config) -> None:
+    """What `start` would refuse, as far as it can be known when a run begins, minutes before its first version."""
+    check_exposure(config.serve.host, resolve_secret(config.serve.api_key, "serve.api_key"))
+    if address_of(config.ray) is None:  # on a cluster that is there the port is its head node's
+        claim_port(config.serve.host, config.serve.port)
+
+
 def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Pool:
     """Start the pool on the Ray cluster that this process is connected to; returns when every replica answers.
 
     target_dir, drafter_dir: folders that every node sees. run_dir: where `promoted.json` is kept. Raises UserError when
-    the port is in use, when others use the cluster's Ray Serve, when the endpoint would be open to others without an API
-    key, or when a replica cannot start.
+    another process serves from run_dir, the port is in use, others use the cluster's Ray Serve, the endpoint would be open
+    to others without an API key, no node has room for a replica, or one cannot start.
     """
     options, name = config.serve, application(config)
     api_key = resolve_secret(options.api_key, "serve.api_key")
     opt_out_key = resolve_secret(config.traffic.opt_out_key, "traffic.opt_out_key")
     check_exposure(options.host, api_key)
-    _make_way(name)
-    port = claim_port(options.host, options.port)
+    pool_owner.take(name, run_dir)
+    try:
+        _make_way(name)
+        port = claim_port(options.host, options.port)
+    except BaseException:
+        pool_owner.give_up(name)  # nothing of ours was started
+        raise
     write_promoted(run_dir, drafter_dir)
     serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port},
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
@@ -195,29 +217,53 @@ def start(config: Config, target_dir: str, drafter_dir: str, run_dir: str) -> Po
     deployed = deployment.bind(config, str(Path(target_dir).absolute()), str(Path(run_dir).absolute()), api_key,
                                opt_out_key)
     try:
-        serve.run(deployed, name=name, route_prefix="/")
-    except RuntimeError as error:
+        serve.run_many([serve.RunTarget(deployed, name=name, route_prefix="/")], wait_for_applications_running=False)
+        _await_running(name)
+    except BaseException:
         stop(config)
-        raise UserError(f"serving pool: a replica did not start; Ray's session log of the replica has the whole error. "
-                        f"{error}") from error
+        raise
     host = f"[{options.host}]" if ":" in options.host else options.host
     count = options.autoscaling.get("min_replicas", 1) if options.autoscaling else options.replicas
     return Pool(f"http://{host}:{port}", str(Path(run_dir).absolute()), name, count)
 
 
+def _await_running(name: str) -> None:
+    """Wait for the first replicas, telling what Ray Serve tells. Raises UserError when they cannot start, are not placed
+    within ROOM_WAIT_S or do not answer within LOAD_WAIT_S: Ray Serve itself waits without a limit."""
+    started, told = time.monotonic(), ""
+    while (found := serve.status().applications[name]).status != "RUNNING":
+        words = " ".join(filter(None, (found.message, *(part.message for part in found.deployments.values()))))
+        if found.status == "DEPLOY_FAILED":
+            raise UserError("serving pool: a replica did not start; Ray's session log of the replica has the whole error. "
+                            + words)
+        if words and words != told:
+            log.warning("serving pool: %s", words)
+            told = words
+        waited, placed = time.monotonic() - started, "to be scheduled" not in words
+        if waited > (LOAD_WAIT_S if placed else ROOM_WAIT_S):
+            what = "a replica does not answer" if placed else "no node has room for a replica: other jobs hold what it needs"
+            raise UserError(f"serving pool: after {waited:.0f} s {what}. {words}")
+        time.sleep(0.2)
+
+
 def stop(config: Config) -> None:
-    """Stop this run's pool and, unless others use it, Ray Serve; returns when their processes have been told to go. Does
-    nothing without a pool."""
-    name, running = application(config), set(serve.status().applications)
+    """Stop this process's pool of the run and, unless others use it, Ray Serve; returns when their processes have been told
+    to go. Does nothing without a pool."""
+    name = application(config)
+    if not pool_owner.owns(name):
+        return
+    running = set(serve.status().applications)
     if not running - {name}:
         serve.shutdown()
     elif name in running:
         serve.delete(name)
+    pool_owner.give_up(name)
 
 
 def application(config: Config) -> str:
-    """The name of a run's pool in Ray Serve."""
-    return f"torchspec-lite {config.name}"
+    """The name of a run's pool in Ray Serve; two runs of one name in different folders differ."""
+    place = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
+    return f"torchspec-lite {config.name} {place}"
 
 
 def _make_way(name: str) -> None:

@@ -155,7 +155,7 @@ class Rollout:
         begun = heard = time.monotonic()
         seen = 0
         while True:
-            live, _ = await self._live(before, self.canaries, Counts(0, ()))
+            live, _ = self._live(before, await self._look(export), Counts(0, ()))
             decision, reason = decide_on_users(live, export.predicted_walked, Counts.of_list(export.serving_counts), self.options)
             now = time.monotonic()
             if live.rounds > seen:
@@ -257,7 +257,7 @@ class Rollout:
                  for probe, found in zip(export.probes, served, strict=True)]
         equal, compared = (sum(numbers) for numbers in zip(*pairs))
         await self.coordinator.event("parity", f"{equal} of {compared} drafted tokens equal the trainer's", export.version, name)
-        if upper_share(equal, compared) < self.options.parity:
+        if compared and upper_share(equal, compared) < self.options.parity:
             return (f"train/serve parity: {equal} of {compared} drafted tokens are equal; rollout.parity asks for "
                     f"{self.options.parity:.0%}")
         return None
@@ -270,7 +270,7 @@ class Rollout:
         asked = len(new)
         ask_more = not asked  # what was asked ahead may do
         while True:
-            live_new, live_old = await self._live(before, canaries, sum(new[asked:], Counts(0, ())))
+            live_new, live_old = self._live(before, await self._look(export), sum(new[asked:], Counts(0, ())))
             if ask_more and min(live_new.rounds, live_old.rounds) < self.options.min_rounds:
                 await self._ask(canaries[0], export, self.options.shadow_prompts)
             evidence = Evidence(live_new, live_old, new, self.shadow[self.serving.version][:len(new)])
@@ -279,6 +279,8 @@ class Rollout:
             alone = before.keys() <= set(canaries) or live_old.rounds == 0 and time.monotonic() >= quiet
             exhausted = all_asked and (alone or time.monotonic() >= deadline)
             decision, reason = decide(evidence, self.options, exhausted)
+            if decision == "promote":
+                await self._look(export)  # a canary that its shadow prompts ended is no proof
             if decision != "wait":
                 return decision, reason
             ask_more = True
@@ -301,13 +303,23 @@ class Rollout:
                     raise
                 await asyncio.sleep(RETRY_S)  # its start is seen only by asking
 
-    async def _live(self, before: dict[str, dict], canaries: list[str], shadow: Counts) -> tuple[Counts, Counts]:
-        """Users' draft rounds since `before`, of the canaries (less our own shadow rounds) and of the rest."""
+    async def _look(self, export: Export) -> list[dict]:
+        """Counters of all replicas that answer. Raises ReplicaGone when a canary is lost: its successor does not run `export`."""
+        for _ in range(2):  # one that is only slow to answer is asked again
+            found = await self.pool.stats()
+            lost = set(self.canaries) - {stats["replica"] for stats in found if stats["version"] == Path(export.directory).name}
+            if not lost:
+                return found
+            await asyncio.sleep(RETRY_S)
+        raise ReplicaGone(f"{', '.join(sorted(lost))} ended while version {export.version} was tried on it")
+
+    def _live(self, before: dict[str, dict], now: list[dict], shadow: Counts) -> tuple[Counts, Counts]:
+        """Users' draft rounds between two looks, of the canaries (less our own shadow rounds) and of the rest."""
         sides = {True: Counts(0, ()), False: Counts(0, ())}
-        for stats in await self.pool.stats():
+        for stats in now:
             name = stats["replica"]
             if name in before and stats["version"] == before[name]["version"]:
-                sides[name in canaries] += version_counts(stats) - version_counts(before[name])
+                sides[name in self.canaries] += version_counts(stats) - version_counts(before[name])
         return without(sides[True], shadow), sides[False]
 
     async def _ask(self, name: str, export: Export, count: int) -> None:

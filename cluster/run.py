@@ -44,14 +44,17 @@ class Run:
 def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
     """Run to the end; the closing object and page. Ctrl-C or SIGTERM ends it early with a checkpoint."""
     info = describe(resolve_target(config.target.model))
-    plan, order = make_plan(config, info), read_order(config, cache_dir())
-    started = open_run_dir(config, resume, order)
-    setup_logging(config.run_dir, config.name, "driver", secrets=configs.secrets(config))
-    with Screen(quiet) as screen:
-        run = Run(config, info, started, screen)
+    plan, order, secrets = make_plan(config, info), read_order(config, cache_dir()), configs.secrets(config)
+    may_open_run_dir(config, resume)
+    if config.serve.replicas and not config.serve.external and not resume:  # a killed driver's pool may still be going
+        pools.check(config)
+    with Screen(quiet) as screen, session(config.ray, plan) as doubts:
+        run = Run(config, info, open_run_dir(config, order), screen)
+        setup_logging(config.run_dir, config.name, "driver", secrets=secrets)
+        for doubt in doubts:
+            log.warning(doubt)
         screen.say(f"run directory {config.run_dir}")
-        with session(config.ray, plan):
-            return asyncio.run(story(run))
+        return asyncio.run(story(run))
 
 
 async def story(run: Run) -> tuple[dict, str]:
@@ -85,26 +88,40 @@ async def story(run: Run) -> tuple[dict, str]:
         raise found from None
     finally:
         watch.cancel()
-        await coordinator.finish.remote(state, reason or await coordinator.stop_reason.remote())
-        if run.config.serve.replicas and not run.config.serve.external:
-            await asyncio.to_thread(pools.stop, run.config)
+        await close(run, coordinator, state, reason)
         if dashboard is not None:
             dashboard.close()
 
 
-def open_run_dir(config: Config, resume: bool, order: SampleOrder) -> float:
-    """Make the run directory with its ledger, or enter it again; when the run first began. Raises UserError for the
-    wrong one of the two, or when the ledger does not fit; the directory's config is written when all of it does."""
-    folder, mark = config.run_dir, config.run_dir / "config.yaml"
-    if mark.exists() and not resume:
-        raise UserError(f"run directory {folder} is of an earlier run; add --resume to go on with it, or name=… for a new one")
-    if resume and not mark.exists():
-        raise UserError(f"run directory {folder}: nothing to resume there; leave --resume out to start")
+async def close(run: Run, coordinator, state: str, reason: str | None) -> None:
+    """Say how the run ended and stop its pool. What goes wrong here is logged: it must not hide what ended the run."""
+    try:
+        await coordinator.finish.remote(state, reason or await coordinator.stop_reason.remote())
+    except Exception as error:
+        log.error("the end was not recorded: %s", one_line(error))
+    if run.config.serve.replicas and not run.config.serve.external:
+        await asyncio.to_thread(pools.stop, run.config)
+
+
+def may_open_run_dir(config: Config, resume: bool) -> None:
+    """Raises UserError for a run that is to begin where there is one, or to go on where there is none."""
+    begun = (config.run_dir / "config.yaml").exists()
+    if begun and not resume:
+        raise UserError(f"run directory {config.run_dir} is of an earlier run; add --resume to go on with it, or name=… for "
+                        "a new one")
+    if resume and not begun:
+        raise UserError(f"run directory {config.run_dir}: nothing to resume there; leave --resume out to start")
+
+
+def open_run_dir(config: Config, order: SampleOrder) -> float:
+    """Make the run directory with its ledger, or enter it again; when the run first began. Raises UserError when the ledger
+    does not fit; the directory's config is written when it does."""
+    folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    started = mark.stat().st_ctime if mark.exists() else time.time()
     order.queue(folder / "ledger.sqlite", config.trainer.reuse)
-    configs.save(config, mark)
-    return started
+    begun = (folder / "ledger.sqlite.lock").stat().st_mtime  # made with the ledger and never written
+    configs.save(config, folder / "config.yaml")
+    return begun
 
 
 async def open_dashboard(run: Run, coordinator):

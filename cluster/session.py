@@ -21,9 +21,9 @@ SPARE_CPUS = 2
 
 
 @contextmanager
-def session(options: RayConfig, plan: Plan) -> Iterator[None]:
-    """Be connected to Ray while the block runs. Raises UserError when the cluster cannot be reached or cannot hold the
-    plan."""
+def session(options: RayConfig, plan: Plan) -> Iterator[list[str]]:
+    """Be connected to Ray while the block runs; gives what is doubtful about the plan. Raises UserError when the cluster
+    cannot be reached or cannot hold the plan."""
     address = address_of(options)
     if address:
         _init(f"join the cluster at {address}", address=address)
@@ -32,9 +32,7 @@ def session(options: RayConfig, plan: Plan) -> Iterator[None]:
         _init("start", address="local", num_cpus=cpus, include_dashboard=False,
               object_store_memory=options.object_store_mib << 20)
     try:
-        for doubt in (*plan.doubts, *check_fit(plan, ray_nodes(ray.nodes()))):
-            log.warning(doubt)
-        yield
+        yield [*plan.doubts, *check_fit(plan, ray_nodes(ray.nodes()))]
     finally:
         ray.shutdown()
 

@@ -11,8 +11,10 @@ from torchspec_lite.cli import main, parse
 
 def test_overrides_may_follow_flags():
     options = parse(["train", "my.yaml", "name=a", "--resume", "trainer.ranks=2", "seed=3"])
+    assert parse(["rollout", "runs/a", "promote", "0"]).version == 0
     assert options.overrides == ["name=a", "trainer.ranks=2", "seed=3"] and options.resume
-    for wrong in (["train", "my.yaml", "--resum3"], ["status", "runs/a", "seed=3"]):
+    for wrong in (["train", "my.yaml", "--resum3"], ["status", "runs/a", "seed=3"],
+                  ["rollout", "runs/a", "promote", "-1"]):
         with pytest.raises(SystemExit):
             parse(wrong)
 
@@ -21,7 +23,7 @@ def test_a_dry_run_says_what_this_machine_lacks_and_starts_nothing(tmp_path, cap
     make_tiny_target(tmp_path / "target")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({
         "run_root": str(tmp_path / "runs"), "target": {"model": str(tmp_path / "target"), "dtype": "float32"},
-        "data": {"train": ["demo"]}, "stream": {"host": "eth0", "link_gbit": 1},
+        "data": {"train": ["demo"], "held_out": ["demo"]}, "stream": {"host": "eth0", "link_gbit": 1},
         "capture": {"tokens_per_s": 200_000, "gpus": 99, "node": {"role": "a"}}}))
     assert main(["train", str(tmp_path / "my.yaml"), "--dry-run", "--json", "trainer.ranks=2"]) == 0
     plan = json.loads(capfd.readouterr().out)

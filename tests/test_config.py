@@ -97,9 +97,23 @@ def test_two_configs_share_no_section():
 
 def test_what_is_saved_loads_as_the_same_config(tmp_path):
     built = config.build({"target": {"model": "a"}, "trainer": {"betas": [0.5, 0.6], "max_minutes": 2.5},
-                          "serve": {"api_key": "env:MY_KEY"}}, "here")
+                          "serve": {"api_key": "env:MY_KEY"}, "run_root": str(tmp_path)}, "here")
     config.save(built, tmp_path / "config.yaml")
     assert config.load(tmp_path / "config.yaml") == built
+
+
+def test_what_is_saved_leads_to_the_same_files_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("demo", "mine.jsonl", "target"):
+        (tmp_path / "here" / name).mkdir()
+    built = config.build({"target": {"model": "target"}, "data": {"train": ["demo", "mine.jsonl"], "held_out": ["org/hub"]}}, "here")
+    config.save(built, tmp_path / "config.yaml")
+    monkeypatch.chdir(tmp_path / "there")
+    loaded = config.load(tmp_path / "config.yaml")
+    assert loaded.run_dir == tmp_path / "here" / "runs" / "run" and loaded.target.model == str(tmp_path / "here" / "target")
+    assert loaded.data.train == ["demo", str(tmp_path / "here" / "mine.jsonl")] and loaded.data.held_out == ["org/hub"]
 
 
 def test_secrets_are_not_saved_and_not_shown(tmp_path):

@@ -63,6 +63,9 @@ def test_gpus():
     assert (free.name, free.status, free.found) == ("gpu 0", "ok", "NVIDIA H200, 0 of 140 GiB in use")
     assert busy.status == "warn" and "117 of 140" in busy.found and "gpu_memory_utilization" in busy.advice
     assert check_gpus("")[0].status == "fail" and check_gpus(None)[0].status == "ok"
+    shared, free = check_gpus("NVIDIA GB10, [N/A], [N/A]\nNVIDIA H200, 4, 143771\n")
+    assert (shared.name, shared.status, shared.found) == ("gpu 0", "ok", "NVIDIA GB10, its memory is not told")
+    assert free.name == "gpu 1"
 
 
 def test_ports_memory_disk_and_clock(tmp_path):
@@ -71,7 +74,7 @@ def test_ports_memory_disk_and_clock(tmp_path):
         check = check_port("dashboard", port)
         assert check.status == "fail" and "in use" in check.found and "dashboard.port" in check.advice
     assert check_port("dashboard", port).status == "ok"
-    assert check_memory(3 * 2**30).status == "warn" and check_memory(8 * 2**30).status == "ok"
+    assert check_memory(7 * 2**30).status == "warn" and check_memory(8 * 2**30).status == "ok"
     assert check_clock(tmp_path, time.time()).status == "ok"
     skewed = check_clock(tmp_path, time.time() + 30)
     assert skewed.status == "warn" and "ahead of" in skewed.found and "NTP" in skewed.advice
@@ -79,6 +82,7 @@ def test_ports_memory_disk_and_clock(tmp_path):
     assert not list(tmp_path.iterdir())
     assert check_disk(tmp_path).name == "disk"
     assert doctors.check_shared_memory(tmp_path / "none").status == "warn"
+    assert doctors.check_compiler(None).status == "warn" and doctors.check_compiler("/usr/bin/g++").status == "ok"
     assert doctors.check_files(1024).status == "warn" and doctors.check_files(-1).found == "no limit"
 
 

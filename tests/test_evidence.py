@@ -89,3 +89,10 @@ def test_intervals_without_data_are_unbounded():
 def test_the_upper_end_of_a_shares_interval(equal, compared, upper):
     # Wilson's score interval with z = 2.33, from its closed form computed by hand.
     assert upper_share(equal, compared) == pytest.approx(upper, abs=2e-3)
+
+
+def test_a_version_without_any_rounds_is_not_promoted_and_not_called_worse():
+    for pair in (evidence([], []), evidence(rounds(1.4), [NONE]), evidence([NONE], rounds(1.4))):
+        assert decide(pair, OPTIONS, exhausted=False)[0] == "wait"
+        decision, reason = decide(pair, OPTIONS, exhausted=True)
+        assert decision == "roll_back" and reason.startswith("nothing to judge it by") and "nan" not in reason

@@ -12,9 +12,11 @@ from cluster import judge as judges
 from cluster.coordinator import Coordinator
 from cluster.judge import Judge
 from tests.rollout_rig import FakePool, export, folders
+from tests.tiny import make_tiny_target
 from torchspec_lite.config import build
 from torchspec_lite.sample_order import read_order
 
+HELD_OUT = Judge._held_out_prompts
 EQUAL = {f"v{n:06d}": 1.2 for n in range(10)}
 
 
@@ -63,6 +65,22 @@ def make(tmp_path, monkeypatch):
 
     yield make
     close()
+
+
+def test_a_held_out_prompt_longer_than_the_engine_takes_is_left_out(tmp_path):
+    make_tiny_target(tmp_path / "target")
+    prompts = {"short": "hi", "long": "word " * 60}
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(
+        {"id": id, "conversations": [{"role": "user", "content": text}]}) + "\n" for id, text in prompts.items()))
+
+    def held_out(**target_section):
+        config = build({"target": {"model": str(tmp_path / "target")} | target_section, "data": {
+            "max_length": 512, "held_out": [str(tmp_path / "held.jsonl")]}}, "test")
+        return HELD_OUT(SimpleNamespace(config=config, info=SimpleNamespace(path=tmp_path / "target")))
+
+    lengths = sorted(map(len, held_out()))
+    assert len(lengths) == 2 and lengths[0] < 40 < lengths[1] < 512
+    assert [len(ids) for ids in held_out(max_model_len=40)] == lengths[:1]
 
 
 def state(coordinator, version) -> tuple[str, str]:

@@ -67,8 +67,9 @@ def wait_for_other(pool, known):
     raise TimeoutError(f"no replica beside {known} within {RESTART_S} s")
 
 
-def test_one_replica_is_swapped_and_a_dead_one_comes_back_promoted(pool, target, tmp_path):
+def test_one_replica_is_swapped_and_a_dead_one_comes_back_promoted(pool, target, tmp_path, monkeypatch):
     from cluster import pool as serving
+    from cluster import pool_owner
     from cluster.pool import ReplicaGone
     pool, (first, second) = pool
     here, there = asyncio.run(pool.replicas())
@@ -91,9 +92,13 @@ def test_one_replica_is_swapped_and_a_dead_one_comes_back_promoted(pool, target,
     assert probe["token_ids"] == target.texts[0][:len(probe["token_ids"])]
 
     config = target.config(replicas=1).model_copy(update={"name": "another"})
-    with pytest.raises(UserError, match="serves torchspec-lite run already"):
+    with pytest.raises(UserError, match="serves torchspec-lite run .* already"):
         serving.start(config, str(target.path), first, str(tmp_path))
     serving.stop(config)  # has nothing to stop, and leaves Ray Serve to those who use it
+    monkeypatch.setattr(pool_owner, "WAIT_S", 0.1)
+    with pytest.raises(UserError, match="another command serves from it"):
+        serving.start(target.config(replicas=1), str(target.path), second, pool.run_dir)
+    assert serving.promoted(pool.run_dir) == first  # what a restarted replica begins with
     assert answers(pool, target, 12) == [(200, text) for text in target.texts * 2]
 
     pool.promote(second)

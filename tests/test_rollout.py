@@ -27,6 +27,52 @@ def test_a_good_version_goes_canary_first_then_everywhere(start, tmp_path):
     assert "on 1 of 4 replicas" in coordinator.states[0][2]
 
 
+def test_probes_that_drafted_nothing_say_nothing_of_parity(start, tmp_path):
+    rollout, coordinator = start(FakePool(["a"], LENGTHS, drafted={"v000001": []}))
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted" and not coordinator.alarms
+    assert any("0 of 0 drafted tokens" in str(event) for event in coordinator.events)
+
+
+class MortalPool(FakePool):
+    """The canary dies when it has answered its shadow prompts; another replica comes with the version that serves."""
+
+    async def shadow(self, name, prompts, max_tokens):
+        answers = await super().shadow(name, prompts, max_tokens)
+        if self.running[name] == "v000001":
+            del self.running[name]
+            self.running["successor"] = "v000000"
+        return answers
+
+
+def test_a_canary_that_dies_takes_its_version_back(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "RETRY_S", 0.0)
+    pool = MortalPool(["a", "b"], LENGTHS)
+    rollout, coordinator = start(pool, shadow_prompts=8, wait_s=0.1)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "rolled_back"
+    assert "a ended while version 1 was tried on it" in coordinator.states[-1][2]
+    assert set(pool.running.values()) == {"v000000"} and pool.promoted is None
+
+
+class DeafPool(FakePool):
+    """A canary that does not answer one question about its counters, being busy."""
+    deaf = 1
+
+    async def stats(self):
+        found = await super().stats()
+        tried = [stats for stats in found if stats["version"] == "v000001"]
+        if tried and self.deaf:
+            self.deaf -= 1
+            return [stats for stats in found if stats not in tried]
+        return found
+
+
+def test_a_canary_that_is_slow_to_answer_once_is_asked_again(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "RETRY_S", 0.0)
+    pool = DeafPool(["a", "b"], LENGTHS)
+    rollout, _ = start(pool, shadow_prompts=8, wait_s=0.1)
+    assert asyncio.run(rollout.introduce(export(tmp_path, 1, 1.5))) == "promoted" and not pool.deaf
+
+
 class BusyPool(FakePool):
     """Users ask all the time: between two looks at the counters each replica makes 60 rounds."""
 

@@ -1,6 +1,8 @@
 """What a run learns from and measures on: read and queued before anything of the run is there."""
 
 import json
+import os
+import time
 
 import pytest
 import yaml
@@ -50,6 +52,14 @@ def test_learning_and_measuring_the_same_conversation_is_refused(values, tmp_pat
         read_order(build(values), tmp_path)
 
 
+def test_serving_without_anything_to_compare_versions_on_is_refused(values, tmp_path):
+    values["data"] = {"train": values["data"]["train"]}
+    with pytest.raises(UserError, match="data.held_out is empty"):
+        read_order(build(values), tmp_path)
+    for section in ({"serve": {"replicas": 0}}, {"serve": {"replicas": 2}}, {"traffic": {"fraction": 0.1}}):
+        assert len(read_order(build(values, **section), tmp_path).train) == 3
+
+
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 def test_wrong_conversation_files_are_named_before_anything_is_written(values, tmp_path, capfd, flags):
     make_tiny_target(tmp_path / "target")
@@ -65,11 +75,14 @@ def test_wrong_conversation_files_are_named_before_anything_is_written(values, t
 
 def test_a_ledger_that_does_not_fit_leaves_the_config_as_it_was(values, tmp_path):
     first, order = build(values), read_order(build(values), tmp_path)
-    open_run_dir(first, False, order)
+    began = open_run_dir(first, order)
+    assert abs(began - time.time()) < 60
+    os.utime(first.run_dir / "ledger.sqlite.lock", (began - 5000, began - 5000))  # as if that had been long ago
     before = (first.run_dir / "config.yaml").read_text()
     for other, others, told in ((build(values, trainer={"reuse": 2}), order, "trainer.reuse=1"),
                                 (first, SampleOrder(order.train[::-1], order.held_out), "same data files and seed")):
         with pytest.raises(UserError, match=told):
-            open_run_dir(other, True, others)
+            open_run_dir(other, others)
     assert (first.run_dir / "config.yaml").read_text() == before
-    open_run_dir(first, True, order)
+    for _ in range(2):  # each resume counts from the first start
+        assert open_run_dir(first, order) == pytest.approx(began - 5000, abs=1e-3)

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     rollout = _command(commands, "rollout", _rollout, "look at the rollout, or overrule it")
     rollout.add_argument("run_dir")
     rollout.add_argument("action", choices=("status", "pause", "resume", "promote", "rollback"))
-    rollout.add_argument("version", nargs="?", type=_positive, help="version for promote")
+    rollout.add_argument("version", nargs="?", type=_version, help="version for promote; 0 is the one that the run began with")
 
     dashboard = _command(commands, "dashboard", _dashboard, "open the live page for a running or finished run")
     dashboard.add_argument("run_dir")
@@ -107,6 +107,13 @@ def _positive(text):
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _version(text):
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a version's number")
     return value
 
 
@@ -150,7 +157,7 @@ def _rollout(options):
 def _dashboard(options):
     from cluster.dashboard import run_dashboard
     from torchspec_lite.config import resolve_secret
-    run_dashboard(Path(options.run_dir), options.host, options.port, resolve_secret(options.token, "--token"))
+    run_dashboard(Path(options.run_dir), options.host, options.port, resolve_secret(options.token, "--token"), options.json)
 
 
 def _doctor(options):

@@ -71,6 +71,8 @@ class Config(Section):
 SECTIONS = tuple(name for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
                  and issubclass(field.annotation, Section))
 SECRETS = (("serve", "api_key"), ("traffic", "opt_out_key"), ("dashboard", "token"))
+PATHS = (("target", "model"), ("data", "train"), ("data", "held_out"), ("drafter", "init_from"), ("serve", "drafter"))
+NAMES = ("demo", "smollm2")
 # PyYAML lets faults of Python's own conversions through: a date such as 2024-99-99, nesting a thousand deep.
 YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError)
 
@@ -108,13 +110,24 @@ def build(values: dict, source: str) -> Config:
 
 
 def save(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML; secrets are replaced by a note of where they came from."""
+    """Write the resolved config as YAML, for commands given from any directory; secrets are replaced by a note of where
+    they came from."""
     values = config.model_dump(mode="json")
+    values["run_root"] = str(Path(config.run_root).absolute())
+    for section, key in PATHS:
+        values[section][key] = _from_anywhere(values[section][key])
     for section, key in SECRETS:
         secret = values[section][key]
         if secret is not None and not secret.startswith("env:"):
             values[section][key] = "env:TORCHSPEC_LITE_" + key.upper()
     path.write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def _from_anywhere(value):
+    """A path or a list of paths, absolute where it leads to something; names (demo, a hub's) stay names."""
+    if isinstance(value, list):
+        return [_from_anywhere(item) for item in value]
+    return str(Path(value).absolute()) if value and value not in NAMES and Path(value).exists() else value
 
 
 def resolve_secret(value: str | None, key: str) -> str | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torchspec_lite.config import Config
 from torchspec_lite.conversations import Dataset, check_disjoint, resolve_files
+from torchspec_lite.errors import UserError
 from torchspec_lite.ledger import Ledger
 
 
@@ -29,8 +30,13 @@ class SampleOrder:
 
 
 def read_order(config: Config, cache: Path) -> SampleOrder:
-    """Read the config's conversation files. Raises UserError for one that is missing, or naming a line that is wrong."""
+    """Read the config's conversation files. Raises UserError for one that is missing, or naming a line that is wrong, and
+    when there is nothing that a served version could be compared on."""
     data = config.data
+    engines = len(config.serve.external) or config.serve.replicas
+    if engines == 1 and config.serve.replicas and not data.held_out and not config.traffic.fraction:
+        raise UserError("data.held_out is empty, so versions cannot be compared and none after the first would be promoted: "
+                        "give a few dozen conversations, or train with serve.replicas=0")
     train = Dataset(resolve_files(data.train, "train", cache))
     held_out = Dataset(resolve_files(data.held_out, "held_out", cache))
     check_disjoint(train, held_out)

@@ -1,6 +1,7 @@
 """Starting the live page: in this process for a person, or as a process of its own for the driver."""
 
 import errno
+import json
 import os
 import select
 import socket
@@ -76,14 +77,18 @@ def start_dashboard(
     return DashboardHandle(url, process, log)
 
 
-def run_dashboard(run_dir: Path, host: str = "127.0.0.1", port: int = 8090, token: str | None = None) -> None:
+def run_dashboard(run_dir: Path, host: str = "127.0.0.1", port: int = 8090, token: str | None = None,
+                  as_json: bool = False) -> None:
     """Serve the page of a running or finished run until Ctrl-C. Raises UserError as `start_dashboard`, and when
     `run_dir` is not a run directory."""
     run_dir = Path(run_dir).absolute()
     if not any((run_dir / name).exists() for name in ("status.json", "ledger.sqlite", "config.yaml")):
         raise UserError(f"{run_dir}: no run there (no status.json, ledger.sqlite or config.yaml); give a run directory")
     with bind(host, port, token) as listener:
-        print(f"dashboard of {run_dir.name}: {address(host, listener)} (Ctrl-C ends it)", flush=True)
+        if as_json:
+            print(json.dumps({"url": address(host, listener)}), file=sys.__stdout__, flush=True)
+        else:
+            print(f"dashboard of {run_dir.name}: {address(host, listener)} (Ctrl-C ends it)", flush=True)
         try:
             serve(run_dir, listener, token)
         except KeyboardInterrupt:
