@@ -4,6 +4,9 @@ BIN = $(VENV)/bin
 FUZZ ?= -runs=1000000
 CHAOS_ROUNDS ?= 10
 CHAOS_SEED ?= $(shell date +%s)
+# Where NVIDIA's tool answers, set-up installs vLLM's GPU build, and the demo's three roles share a GPU.
+DEMO_GPU = $(if $(shell nvidia-smi -L 2>/dev/null),capture.gpus=0.3 capture.gpu_memory_utilization=0.3 \
+	trainer.gpus=0.3 serve.gpus=0.3 serve.gpu_memory_utilization=0.3)
 
 .PHONY: help demo test venv bench fuzz chaos clean
 .DEFAULT_GOAL := help
@@ -22,7 +25,7 @@ $(VENV)/.complete: requirements/cpu.txt requirements/gpu.txt pyproject.toml scri
 	scripts/make-venv $(VENV) $(PYTHON)
 
 demo: venv
-	$(BIN)/torchspec-lite train configs/demo.yaml name=$$([ -e runs/demo ] && date +demo-%m%d-%H%M%S || echo demo)
+	$(BIN)/torchspec-lite train configs/demo.yaml $(DEMO_GPU) name=$$([ -e runs/demo ] && date +demo-%m%d-%H%M%S || echo demo)
 
 test: venv
 	$(BIN)/python -m pytest

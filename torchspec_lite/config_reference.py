@@ -17,7 +17,8 @@ Made from [`torchspec_lite/sections.py`](../torchspec_lite/sections.py) by `pyth
 
 A config is one YAML file. Any key can also be set on the command line: `torchspec-lite train my.yaml trainer.reuse=2`. An
 unknown key is an error that names the nearest known one. The resolved config is saved as `config.yaml` in the run directory;
-secrets are not: write `env:NAME` for one, and the environment variable `NAME` is read.
+secrets are not: write `env:NAME` for one, and the environment variable `NAME` is read. One written as such becomes
+`env:TORCHSPEC_LITE_API_KEY` (`…_OPT_OUT_KEY`, `…_TOKEN`) in the saved file: export that before `serve` or `--resume` reads it.
 """
 BOUNDS = (("ge", "≥ {}"), ("gt", "> {}"), ("le", "≤ {}"), ("lt", "< {}"))
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none", dict: "keys and values"}

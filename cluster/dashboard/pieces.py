@@ -76,7 +76,7 @@ def headline(view: View) -> str:
         ("gap", _signed(gap(view)), "gap"),
     ]
     return (
-        f"<p class='big'><span data-value='served'>{_number(served)}</span><small>tokens a forward</small></p>"
+        f"<p class='big'><span data-value='served'>{_number(served)}</span><small>tokens per pass of the target</small></p>"
         f"<p class='muted'>{change}</p><dl class='facts'>{_facts(facts)}</dl>"
     )
 
