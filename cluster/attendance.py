@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import ray
-from ray.exceptions import RayActorError
+
+from workers.death import DEATHS
 
 ASK_EVERY_S = 10.0
 ANSWER_LIMIT_S = 300.0
@@ -15,7 +16,8 @@ ANSWER_LIMIT_S = 300.0
 async def attend(who: str, actor: ray.actor.ActorHandle, tell: Callable[[str], Awaitable[None]],
                  limit_s: float = ANSWER_LIMIT_S) -> None:
     """Ask `actor.present()` until cancelled, or until the actor is gone. One that does not answer within `limit_s` is
-    killed, after `tell` was told; Ray ends a stopped process too, and the actor's calls then fail with RayActorError."""
+    killed, after `tell` was told; Ray ends a stopped process too, and the actor's calls then fail with one of
+    workers.death.DEATHS."""
     while True:
         try:
             async with asyncio.timeout(limit_s):
@@ -24,7 +26,7 @@ async def attend(who: str, actor: ray.actor.ActorHandle, tell: Callable[[str], A
             await tell(f"{who} has not answered for {limit_s:g} s: its process is stopped or hangs, and is ended")
             ray.kill(actor)
             return
-        except RayActorError:
+        except DEATHS:
             return  # whoever waits for its call is told
         await asyncio.sleep(ASK_EVERY_S)
 

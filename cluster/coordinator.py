@@ -1,19 +1,23 @@
 """The coordinator: who may work on what. It alone writes the ledger; ids and numbers pass through it, never tensors."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from cluster.exported import export_of, needed_versions, untried
 from cluster.observer import Observer
 from torchspec_lite.config import Config
-from torchspec_lite.lease import Lease
+from torchspec_lite.lease import Lease, LeaseCall, LostLeases
 from torchspec_lite.ledger import Ledger
-from torchspec_lite.parity import ParityProbe
-from torchspec_lite.snapshot import Replica, Snapshot, ended, write_snapshot
+from torchspec_lite.ledger_suspects import MOST_DEATHS
+from torchspec_lite.logs import one_line
+from torchspec_lite.snapshot import Pipeline, Replica, Snapshot, ended, write_snapshot
 from workers.reports import Export, PaceReport, TargetReport, TrainerReport
 
+log = logging.getLogger(__name__)
 LONG_POLL_S = 20.0
 """Longest time a call waits for news before it answers that there is none; callers ask again."""
 REJECTS_BEFORE_STOP = 50
@@ -24,43 +28,51 @@ class Coordinator:
     """Ledger, leases, versions and the run's live state. All methods run on one event loop, so none needs a lock.
 
     `run_dir/ledger.sqlite` is the truth, and the run's samples are in it before: a coordinator that is started again
-    goes on from it.
+    goes on from it. `attempt` names the driver's attempt of the run: one of another name takes nothing over but what
+    happened, neither that the earlier one was stopped nor its addresses.
     """
 
-    def __init__(self, config: Config, run_dir: str, started: float):
+    def __init__(self, config: Config, run_dir: str, started: float, attempt: str = ""):
         self.config, self.run_dir = config, Path(run_dir)
         self.ledger = Ledger(self.run_dir / "ledger.sqlite", reuse=config.trainer.reuse)
         self.observer = Observer(config, self.run_dir, started)
-        self.stopping: str | None = None
+        self.ledger.begin(attempt)
+        self.stopping = self.ledger.stopping()
+        self.observer.links.update(self.ledger.links())
         self.exports_over = False
         self.losses: Counter[str] = Counter()  # of each target worker
+        self.in_hand: dict[str, set[tuple[str, int]]] = {}  # what each target worker's engine may be at
+        self.delivering: set[str] = set()  # target workers of which a sample was settled since they started
         self.news = asyncio.Condition()
-        self.overrides: asyncio.Queue[tuple[str, int | None]] = asyncio.Queue(maxsize=100)
         for row in self.ledger.versions():
             self.observer.version, self.observer.predicted = row["version"], row["predicted"]
         self.observer.serving_version, _ = self.ledger.served()
 
     # Target workers
 
-    async def lease(self, worker: str, count: int) -> list[Lease] | None:
-        """Up to `count` samples to capture; an empty list when there is none now, None when there will be none."""
-        async with asyncio.timeout(LONG_POLL_S + 10), self.news:
-            lost = self.losses[worker]
-            if not self._may_lease():
-                if self._nothing_will_come():
-                    return None
-                await self._news(self._may_lease)
-            if self.losses[worker] != lost:
-                return []  # who asked is gone, and would take with it what was queued again just now
-            if not self._may_lease():
-                return None if self._nothing_will_come() else []
-            if self.ledger.account("held_out")["queued"]:
-                # First, since predictions need them, and to rank 0, which predicts.
-                return self.ledger.lease(worker, count, 0, "held_out")
-            backlog = self.ledger.backlog()
-            # A rank that does not keep up gets less: its samples would hold the engines' memory while others starve.
-            rank = min(range(self.config.trainer.ranks), key=lambda rank: backlog.get(rank, 0))
-            return self.ledger.lease(worker, count, rank)
+    async def lease(self, worker: str, count: int, call: LeaseCall = LeaseCall()) -> list[Lease] | None:
+        """Up to `count` samples to capture; an empty list when there is none now, None when there will be none. The same
+        `call` again gets the same leases."""
+        idle = not call.held
+        async with self.news:
+            lost, self.in_hand[worker] = self.losses[worker], set(call.held)
+            given = self.ledger.leased_before(worker, call)
+            if given is None:
+                if call.number == 1:
+                    self.ledger.requeue_worker(worker)  # what a call of its predecessor took that came too late
+                if not self._may_lease(idle):
+                    if self._nothing_will_come():
+                        return None
+                    await self._news(lambda: self._may_lease(idle))
+                if self.losses[worker] != lost:
+                    return []  # who asked is gone, and would take with it what was queued again just now
+                given = self.ledger.leased_before(worker, call)  # the call may have come twice, and waited twice
+            if given is None:
+                if not self._may_lease(idle):
+                    return None if self._nothing_will_come() else []
+                given = self._lease(worker, count, call)
+            self.in_hand[worker].update((lease.id, lease.attempt) for lease in given)
+            return given
 
     async def failed(self, id: str, attempt: int, reason: str) -> None:
         """A target could not deliver a sample: it is queued again."""
@@ -70,23 +82,25 @@ class Coordinator:
 
     async def rejected(self, id: str, attempt: int, reason: str, detail: str = "") -> None:
         """A sample cannot be used. Too large a share of rejected samples stops the run."""
-        self.ledger.rejected(id, attempt, reason, detail)
-        account = self.ledger.account()
-        settled = account["all"] - account["queued"] - account["leased"]
-        if settled >= REJECTS_BEFORE_STOP and account["rejected"] > self.config.data.max_reject_share * settled:
-            reasons = ", ".join(f"{reason} {number}" for reason, number in self.ledger.reasons().items())
-            await self.stop(f"{account['rejected']} of {settled} samples were rejected ({reasons}); more than "
-                            f"data.max_reject_share allows")
+        if self.ledger.rejected(id, attempt, reason, detail):
+            self.delivering.add(self.ledger.get(id).worker)
+        await self._stop_for_rejects()
         await self._wake()
 
-    async def worker_lost(self, worker: str) -> int:
-        """A target worker died: what it had leased is queued again."""
+    async def worker_lost(self, worker: str) -> LostLeases:
+        """A target worker died: what it had leased is queued again, but for samples that workers die of."""
         self.losses[worker] += 1
-        number = self.ledger.requeue_worker(worker)
+        deadly = self.ledger.blame(worker, self.in_hand.pop(worker, ()))
+        for id, attempt in deadly:
+            self.ledger.rejected(id, attempt, "lost_with_worker", f"{MOST_DEATHS} target workers died with it in hand")
+        lost = LostLeases(self.ledger.requeue_worker(worker), tuple(id for id, _ in deadly), worker in self.delivering)
+        self.delivering.discard(worker)
         self.observer.targets.pop(worker, None)
-        self.alarm(f"target worker {worker} was lost; {number} samples are queued again")
+        self.alarm(f"target worker {worker} was lost; {lost.queued} samples are queued again" + "".join(
+            f"; sample {id} is rejected: {MOST_DEATHS} target workers died with it in hand" for id in lost.rejected))
+        await self._stop_for_rejects()
         await self._wake()
-        return number
+        return lost
 
     async def target_report(self, report: TargetReport) -> None:
         self.observer.target(report)
@@ -96,6 +110,7 @@ class Coordinator:
     async def streamed(self, deliveries: list[tuple[str, int, int]]) -> dict[str, int]:
         """A trainer holds these (id, attempt, tokens). Returns those it may train with the passes they have had."""
         taken = self.ledger.streamed(deliveries)
+        self.delivering.update(self.ledger.get(id).worker for id in taken)
         self.observer.streamed(sum(tokens for id, _, tokens in deliveries if id in taken))
         await self._wake()
         return taken
@@ -129,7 +144,7 @@ class Coordinator:
 
         Not those leased for other ranks: such a one may wait in a sum for this rank, and takes no sample until then.
         """
-        async with asyncio.timeout(LONG_POLL_S + 10), self.news:
+        async with self.news:
             await self._news(lambda: self._outstanding(below, rank) == 0)
             return self._outstanding(below, rank)
 
@@ -139,10 +154,9 @@ class Coordinator:
 
     async def exported(self, export: Export) -> None:
         """A new drafter version is on the disk, verified."""
-        self.ledger.add_version(export.version, export.step, export.samples, export.parent, export.predicted_walked)
         predicted = "" if export.predicted_walked is None else f", predicted acceptance length {export.predicted_walked:.2f}"
-        self.ledger.add_event("exported", f"version {export.version} of step {export.step}{predicted}", export.version,
-                              data=asdict(export))
+        self.ledger.add_version(export.version, export.step, export.samples, export.parent, export.predicted_walked,
+                                f"version {export.version} of step {export.step}{predicted}", asdict(export))
         self.observer.exported(export.version, export.step, export.predicted_rows, export.predicted_walked,
                                export.per_position)
         await self._wake()
@@ -172,14 +186,14 @@ class Coordinator:
         waiting are passed over."""
         async with self.news:
             if wait:
-                await self._news(lambda: self._untried() or self.exports_over)
-            untried = self._untried()
-        if not untried:
+                await self._news(lambda: untried(self.ledger) or self.exports_over)
+            waiting = untried(self.ledger)
+        if not waiting:
             return None
-        *passed_over, newest = untried
+        *passed_over, newest = waiting
         for version in passed_over:
             self.ledger.set_version_state(version, "gated", "a newer version came before its turn")
-        return self._export(newest)
+        return export_of(self.ledger, newest)
 
     async def abandon_canaries(self) -> None:
         """A run that starts again does not go on with what was being tried when it ended."""
@@ -195,11 +209,11 @@ class Coordinator:
     async def served_last(self) -> tuple[Export | None, Export | None]:
         """What the pool served last and what a rollback would go back to, for a resumed run."""
         serving, before = self.ledger.served()
-        return await self.find_export(serving), await self.find_export(before)
+        return export_of(self.ledger, serving), export_of(self.ledger, before)
 
     async def find_export(self, version: int | None) -> Export | None:
         """A version of this run as it was exported, whatever became of it."""
-        return self._export(version) if any(row["version"] == version for row in self.ledger.versions()) else None
+        return export_of(self.ledger, version)
 
     async def newest_version(self, known: int | None) -> int | None:
         """Number of the newest version; waits a while for another than the `known` one."""
@@ -208,12 +222,8 @@ class Coordinator:
             return self.observer.version
 
     async def needed_versions(self) -> list[int]:
-        """Versions whose folders must stay: the one that serves, the one before it, the best that was promoted, the next to
-        be tried."""
-        promoted = [row for row in self.ledger.versions() if row["state"] == "promoted"]
-        best = sorted(promoted, key=lambda row: row["predicted"] or 0)[-1:]
-        needed = (*self.ledger.served(), *(row["version"] for row in best), *self._untried()[-1:])
-        return [version for version in needed if version is not None]
+        """Versions whose folders must stay (cluster.exported)."""
+        return needed_versions(self.ledger)
 
     async def version_state(self, version: int, state: str, reason: str) -> None:
         """Move a version to a state of the rollout, with the reason in the history."""
@@ -248,6 +258,7 @@ class Coordinator:
         return self.stopping is None and not self.observer.traffic.resting
 
     async def link(self, name: str, url: str) -> None:
+        self.ledger.link(name, url)
         self.observer.links[name] = url
 
     def alarm(self, text: str) -> None:
@@ -260,13 +271,17 @@ class Coordinator:
     async def override(self, action: str, version: int | None) -> None:
         """A person's word on the rollout: pause, resume, promote VERSION or rollback."""
         self.ledger.add_event("override", action if version is None else f"{action} {version}", version)
-        self.overrides.put_nowait((action, version))
+        await self._wake()
 
     async def next_override(self) -> tuple[str, int | None] | None:
-        try:
-            return await asyncio.wait_for(self.overrides.get(), LONG_POLL_S)
-        except TimeoutError:
+        """The oldest word that was not heard yet, once; None when none is said for a while."""
+        async with self.news:
+            await self._news(self.ledger.unheard)
+            word = self.ledger.unheard()
+        if word is None:
             return None
+        self.ledger.hear(word["number"])
+        return word["text"].partition(" ")[0], word["version"]
 
     async def versions(self) -> list[dict]:
         return self.ledger.versions()
@@ -274,8 +289,9 @@ class Coordinator:
     async def stop(self, reason: str) -> None:
         """Lease nothing more; what is on its way is still trained."""
         if self.stopping is None:
-            self.stopping = reason
             self.ledger.add_event("stopping", reason)
+            self.ledger.stop(reason)
+            self.stopping = reason
         await self._wake()
 
     async def stop_reason(self) -> str | None:
@@ -299,13 +315,44 @@ class Coordinator:
         return self._observe()
 
     async def finish(self, state: str, reason: str | None) -> None:
-        """Write the last snapshot and close ledger and metrics."""
-        write_snapshot(self.run_dir, ended(self._observe(), state, reason))
-        self.ledger.add_event(state, reason or "all samples are trained")
-        self.observer.close()
-        self.ledger.close()
+        """Write the last snapshot and close ledger and metrics. What a full disk does not take is left out, and logged:
+        the run's own end must not be hidden by it."""
+        for what, write in (
+                ("status.json", lambda: write_snapshot(self.run_dir, ended(self._last(), state, reason))),
+                ("the end in the ledger", lambda: self.ledger.add_event(state, reason or "all samples are trained")),
+                ("the newest part of the metrics", self.observer.close), ("the ledger", self.ledger.close)):
+            try:
+                write()
+            except Exception as error:
+                log.error("the run is over (%s), but %s was not written: %s", state, what, one_line(error))
 
     # Within
+
+    def _lease(self, worker: str, count: int, call: LeaseCall) -> list[Lease]:
+        if self.ledger.queued_for(not call.held, "held_out"):
+            # First, since predictions need them, and to rank 0, which predicts.
+            return self.ledger.lease(worker, count, 0, "held_out", call)
+        backlog = self.ledger.backlog()
+        # A rank that does not keep up gets less: its samples would hold the engines' memory while others starve.
+        rank = min(range(self.config.trainer.ranks), key=lambda rank: backlog.get(rank, 0))
+        return self.ledger.lease(worker, count, rank, call=call)
+
+    async def _stop_for_rejects(self) -> None:
+        account = self.ledger.account()
+        settled = account["all"] - account["queued"] - account["leased"]
+        if settled >= REJECTS_BEFORE_STOP and account["rejected"] > self.config.data.max_reject_share * settled:
+            reasons = ", ".join(f"{reason} {number}" for reason, number in self.ledger.reasons().items())
+            await self.stop(f"{account['rejected']} of {settled} samples were rejected ({reasons}); more than "
+                            f"data.max_reject_share allows")
+
+    def _last(self) -> Snapshot:
+        """The live state, though metrics cannot be written."""
+        try:
+            return self._observe()
+        except OSError:
+            account = self.ledger.account()
+            del account["all"]
+            return self.observer.snapshot(Pipeline(), account)
 
     def _observe(self):
         account = self.ledger.account()
@@ -313,15 +360,8 @@ class Coordinator:
         served = self.ledger.account("traffic") if self.config.traffic.fraction else None
         return self.observer.tick(account, self.ledger.reasons(), served)
 
-    def _untried(self) -> list[int]:
-        return [row["version"] for row in self.ledger.versions() if row["state"] == "exported"]
-
-    def _export(self, version: int) -> Export:
-        data = self.ledger.history(1, "exported", version)[0]["data"]
-        return Export(**data | {"probes": [ParityProbe(**probe) for probe in data["probes"]]})
-
-    def _may_lease(self) -> bool:
-        return self.stopping is None and any(self.ledger.account(purpose)["queued"] for purpose in PURPOSES)
+    def _may_lease(self, idle: bool) -> bool:
+        return self.stopping is None and self.ledger.queued_for(idle)
 
     def _nothing_will_come(self) -> bool:
         """Whether no sample can be queued again: all are durable or rejected, or leasing has stopped."""
@@ -346,7 +386,3 @@ class Coordinator:
             pass
 
 
-def run_started(run_dir: Path) -> float:
-    """When the run began, in seconds since the epoch: a resumed run counts from its first start."""
-    ledger = run_dir / "ledger.sqlite"
-    return ledger.stat().st_ctime if ledger.exists() else time.time()

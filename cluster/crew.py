@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from cluster.attendance import attended
 from cluster.placement import target_workers
@@ -13,8 +15,10 @@ from cluster.reservation import Reservation
 from cluster.roles import Keyring, make_keyring, start_target, start_trainer
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
-from torchspec_lite.logs import cause_of, one_line
+from torchspec_lite.logs import cause_of
 from torchspec_lite.target import TargetInfo
+from workers.death import DEATHS, death_in_words
+from workers.link import ask
 from workers.target_address import ReceiverAddress
 
 log = logging.getLogger(__name__)
@@ -22,7 +26,8 @@ START_LIMIT_S = 900
 GRACE_S = 10
 """After one trainer rank fails, the others have this long to fail too, which tells a lost process from an error."""
 MOST_FAILURES = 4
-"""Starts in a row that may fail before the run gives up. Of trainers, those that came to another checkpoint did not fail."""
+"""Starts in a row that may fail before the run gives up. Trainers that came to another checkpoint did not fail, nor did a
+target worker of which a sample was settled."""
 BACKOFF_S = (1, 5, 30, 60)
 
 
@@ -58,9 +63,10 @@ class Crew:
                 summary = await self._train_once()
                 self.trained.set()
                 return summary
-            except RayActorError as error:
-                await self._alarm(f"a trainer was lost ({one_line(error)}); all ranks start again from the newest checkpoint")
-                before, step = step, (await self.coordinator.account.remote())["checkpoint"]
+            except DEATHS as error:
+                await self._alarm(f"a trainer was lost ({death_in_words(error)}); all ranks start again from the newest "
+                                  "checkpoint")
+                before, step = step, (await self._ask("account"))["checkpoint"]
                 failures = 1 if step > before else failures + 1
                 if failures == MOST_FAILURES:
                     raise
@@ -71,7 +77,7 @@ class Crew:
         self.trainers = [start_trainer(self.config, rank, self.info, self.coordinator, self.reservation)
                          for rank in ranks]
         try:
-            async with asyncio.timeout(START_LIMIT_S):
+            async with _starting("the trainers"):
                 self.addresses = await _all(trainer.listen.remote(keys) for trainer, keys in zip(
                     self.trainers, self.keyring.receivers))
                 if self.config.traffic.fraction:
@@ -79,8 +85,7 @@ class Crew:
                         self.trainers, self.keyring.traffic))
                     self.traffic = [ReceiverAddress(door, keys) for door, keys in zip(doors, self.keyring.replicas)]
                 meeting = await self.trainers[0].open_store.remote() if len(self.trainers) > 1 else None
-                for name, target in self.targets.items():
-                    await self._point(name, target)
+                await asyncio.gather(*(self._repoint(*target) for target in self.targets.items()))
             self.listening.set()
             return await self._watch([trainer.train.remote(meeting) for trainer in self.trainers])
         finally:
@@ -99,36 +104,36 @@ class Crew:
             for task in late:
                 task.cancel()
         # A rank that died takes the others' collectives down with it: its death is the cause.
-        lost = [error for error in errors if isinstance(error, RayActorError)]
+        lost = [error for error in errors if isinstance(error, DEATHS)]
         if errors:
             raise cause_of((lost or errors)[0])
         return tasks[0].result()
 
     async def capture(self, name: str) -> None:
         """Keep one target worker at its leases until there are no more, or the trainers are done; one that fails is
-        started again, later each time. Raises its error after MOST_FAILURES failures in a row."""
+        started again, later each time. Raises its error after MOST_FAILURES failures in a row, between which no sample of
+        it was settled: that it started well says little, since it may die of what it is given."""
         failures = 0
         await self.listening.wait()
         while not self.trained.is_set():
             actor = start_target(self.config, name, self.info, self.coordinator, [
                 self._address(name, rank) for rank in range(self.config.trainer.ranks)], self.reservation)
             try:
-                async with asyncio.timeout(START_LIMIT_S):
+                async with _starting(name):
                     await self._until_trained(actor.start.remote())
-                self.targets[name] = actor
-                await self._point(name, actor)  # the trainers may have come back elsewhere meanwhile
-                failures = 0
+                    self.targets[name] = actor
+                    await self._point(name, actor)  # the trainers may have come back elsewhere meanwhile
                 async with attended({name: actor}, self._alarm):
                     await self._until_trained(actor.run.remote())
                 return
-            except (RayActorError, RayTaskError, TimeoutError) as error:
+            except (*DEATHS, RayTaskError, TimeoutError) as error:
                 found = cause_of(error)
-                if isinstance(found, UserError) or failures == MOST_FAILURES - 1:
+                lost = await self._ask("worker_lost", name)
+                log.warning("%s failed with %s leases: %s", name, lost.queued + len(lost.rejected), death_in_words(found))
+                failures = 1 if lost.settled else failures + 1
+                if isinstance(found, UserError) or failures == MOST_FAILURES:
                     raise found from error
-                lost = await self.coordinator.worker_lost.remote(name)
-                log.warning("%s failed with %s leases: %s", name, lost, one_line(found))
-                await asyncio.sleep(BACKOFF_S[failures])
-                failures += 1
+                await asyncio.sleep(BACKOFF_S[failures - 1])
             finally:
                 self.targets.pop(name, None)
                 ray.kill(actor)
@@ -153,12 +158,37 @@ class Crew:
         """Tell a target worker where the trainers' receivers are now."""
         await _all(target.set_receiver.remote(rank, self._address(name, rank)) for rank in range(len(self.addresses)))
 
+    async def _repoint(self, name: str, target) -> None:
+        """Tell one that works. Where that fails `capture` starts another, which is given the present addresses."""
+        try:
+            await self._point(name, target)
+        except (*DEATHS, RayTaskError) as error:
+            log.warning("%s could not be told where the trainers are, and is ended: %s", name, death_in_words(cause_of(error)))
+            ray.kill(target)
+
     def _address(self, name: str, rank: int) -> ReceiverAddress:
         return ReceiverAddress(self.addresses[rank], self.keyring.senders[name][rank])
 
     async def _alarm(self, text: str) -> None:
         log.warning(text)
-        await self.coordinator.raise_alarm.remote(text)
+        await self._ask("raise_alarm", text)
+
+    async def _ask(self, method: str, *args):
+        return await ask(self.coordinator, "the driver", method, *args)
+
+
+@asynccontextmanager
+async def _starting(who: str) -> AsyncIterator[None]:
+    """Give what is started in the body START_LIMIT_S. Raises TimeoutError with the name of whom was waited for."""
+    limit = asyncio.timeout(START_LIMIT_S)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise  # another's
+        # Not `from` it: behind it is the cancelled wait, which would pass for the cause.
+        raise TimeoutError(f"{who} was waited for {START_LIMIT_S} s and is not up") from None
 
 
 async def _all(references) -> list:

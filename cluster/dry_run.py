@@ -10,6 +10,7 @@ from cluster.session import address_of, visit
 from torchspec_lite.config import Config, RayConfig
 from torchspec_lite.errors import UserError
 from torchspec_lite.sample_order import read_order
+from torchspec_lite.starting_point import settled
 from torchspec_lite.target import describe
 from torchspec_lite.target_folder import cache_dir, resolve_target
 
@@ -19,7 +20,8 @@ def dry_run(config: Config) -> tuple[dict, str]:
 
     Raises UserError for conversation files that are missing or wrong.
     """
-    plan = make_plan(config, describe(resolve_target(config.target.model)))
+    info = describe(resolve_target(config.target.model, config.target.trust_remote_code))
+    plan = make_plan(settled(config, info), info)
     read_order(config, cache_dir())
     try:
         doubts = check_fit(plan, nodes_for(config.ray))

@@ -22,6 +22,7 @@ from torchspec_lite.acceptance import Counts
 from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.target import TargetInfo
+from workers.answer import RankFailed, values_of
 from workers.capture_settings import capture_settings
 from workers.refusal import SwapRefused
 from workers.target_address import ReceiverAddress, written_down
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 ANSWER_S = 300.0
 JOIN_AGAIN_S = 15.0
 """An engine that did not take the promoted version is asked again after so long: each try reads a drafter from disk."""
+CAPTURE_AGAIN_S = 60.0
+"""An engine that refused to capture is asked again after so long: it was started so, and seldom thinks better of it."""
+LEAVE_S = 15.0
+"""Longest wait for all engines to stop capturing at the end of a run; each stops by itself when the trainers are gone."""
 START_UP = "v000000"
 """The version under which rounds of the drafter that an engine was started with are counted."""
 COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accepted_tokens": "accepted",
@@ -46,10 +51,11 @@ class Engine:
     """The `vllm serve` at an address. Draft rounds are kept by version: what its counters grew by while the version served.
 
     `joined`: the process that is there now was given one of our versions. `name` is another after each restart, as a pool's
-    is, so that what is asked of the process that was there before is never answered by the one after it.
+    is, so that what is asked of the process that was there before is never answered by the one after it. `at_once`: most
+    prompts of our own that it answers at the same time.
     """
 
-    def __init__(self, url: str, api_key: str | None):
+    def __init__(self, url: str, api_key: str | None, at_once: int):
         self.url = self.name = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_S)
@@ -57,11 +63,12 @@ class Engine:
         self.last: tuple[dict, Counts] | None = None
         self.said: dict[str, str | None] = {}
         self.busy, self.reading = asyncio.Lock(), asyncio.Lock()
+        self.seats = asyncio.Semaphore(at_once)
         self._begin()
 
     def _begin(self) -> None:
         """What is true of a process that has just been found."""
-        self.version, self.joined, self.join_at = START_UP, False, 0.0
+        self.version, self.joined, self.join_at, self.capture_at = START_UP, False, 0.0, 0.0
         self.base: dict[str, Counts] = {}
         self.before = Counts(0, ())
 
@@ -79,7 +86,7 @@ class Engine:
         return UserError(f"engine {self.name}: {what} is refused with status {answer.status_code}; start it as {START}")
 
     async def rpc(self, method: str, *args, wait_s: float = ANSWER_S) -> list:
-        """The method's value on every rank. Raises ReplicaGone when the engine does not answer or fails, UserError when it
+        """What every rank answers (`workers.answer`). Raises ReplicaGone when the engine does not answer or fails, UserError when it
         was not started for this."""
         answer = await self._ask(method, "POST", "/collective_rpc", json={"method": method, "args": list(args)}, timeout=wait_s)
         if answer.status_code != 200:
@@ -88,11 +95,17 @@ class Engine:
 
     async def answered(self, stage: str, method: str, *args) -> list:
         """As `workers.server`: every rank's value, or SwapRefused for any rank's error."""
-        answers = await self.rpc(method, *args)
-        errors = [answer["error"] for answer in answers if not answer["ok"]]
-        if errors:
-            raise SwapRefused(stage, "; ".join(errors))
-        return [answer["value"] for answer in answers]
+        try:
+            return values_of(await self.rpc(method, *args))
+        except RankFailed as error:
+            raise SwapRefused(stage, str(error)) from error
+
+    async def told(self, method: str, *args, wait_s: float = ANSWER_S) -> list:
+        """Every rank's value of a method that no sound engine refuses. Raises ReplicaGone for any rank's error too."""
+        try:
+            return values_of(await self.rpc(method, *args, wait_s=wait_s))
+        except RankFailed as error:
+            raise ReplicaGone(f"engine {self.name} fails at {method}: {error}") from error
 
     async def counters(self) -> tuple[dict, Counts]:
         """vLLM's counters since the engine started: totals, and the draft rounds among them. Notices a restart. Raises
@@ -171,11 +184,11 @@ class Engine:
     async def logged(self, model: str, prompts: list[list[int]], max_tokens: int) -> list[dict]:
         """Greedy answers to prompts with every draft round along them, as `Replica.probe`."""
         async with self.busy:
-            await self.rpc("draft_log_start")
+            await self.told("draft_log_start")
             try:
                 answers = await asyncio.gather(*(self._complete(model, prompt, max_tokens) for prompt in prompts))
             finally:
-                logs = await self.rpc("draft_log_take")
+                logs = await self.told("draft_log_take")
         found = []
         for prompt, (request, tokens) in zip(prompts, answers):
             token_ids = [*prompt, *tokens]
@@ -186,9 +199,11 @@ class Engine:
 
     async def _complete(self, model: str, prompt: list[int], max_tokens: int) -> tuple[str, list[int]]:
         request = uuid.uuid4().hex
-        answer = await self._ask("a prompt", "POST", "/v1/completions", headers={"X-Request-Id": request}, json={
-            "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
-            "vllm_xargs": {"torchspec_lite_capture": 0}})
+        async with self.seats:
+            # A salt of its own: cached blocks hold the keys and values of the drafter that wrote them, which may be another.
+            answer = await self._ask("a prompt", "POST", "/v1/completions", headers={"X-Request-Id": request}, json={
+                "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
+                "cache_salt": uuid.uuid4().hex, "vllm_xargs": {"torchspec_lite_capture": 0}})
         answer.raise_for_status()
         return request, answer.json()["choices"][0]["token_ids"]
 
@@ -208,15 +223,17 @@ def _is_another(last: tuple[dict, Counts], found: tuple[dict, Counts]) -> bool:
 
 
 class ExternalPool:
-    """The interface of `cluster.pool.Pool` over engines of others. `connect` first."""
+    """The interface of `cluster.pool.Pool` over engines of others. `connect` first, `leave` when the run ends."""
 
     def __init__(self, config: Config, info: TargetInfo, run_dir: str):
         self.config, self.info, self.run_dir = config, info, run_dir
         key = resolve_secret(config.serve.api_key, "serve.api_key")
-        self.engines = {url: Engine(url, key) for url in config.serve.external}
+        at_once = max(1, config.serve.max_num_seqs // 2)  # as our own replicas; how many seats these have, they do not say
+        self.engines = {url: Engine(url, key, at_once) for url in config.serve.external}
         self.url, self.replica_count = config.serve.external[0], len(self.engines)
         self.model = config.serve.model_name or info.name
         self.keys = tempfile.TemporaryDirectory(prefix="torchspec-lite-keys-")
+        self.left = False
 
     async def connect(self, version_dir: str) -> None:
         """Have every engine draft with the first version. Raises UserError when one cannot."""
@@ -290,7 +307,7 @@ class ExternalPool:
             if not engine.joined:
                 continue
             try:
-                values = next((values for values in await engine.rpc("capture_stats", wait_s=STATS_WAIT_S) if values), {})
+                values = next((values for values in await engine.told("capture_stats", wait_s=STATS_WAIT_S) if values), {})
                 totals, _ = await engine.counters()
             except ReplicaGone:
                 continue
@@ -299,15 +316,35 @@ class ExternalPool:
         return found
 
     async def capture(self, replica: str, receivers: list[ReceiverAddress]) -> None:
-        """The engine's worker itself chooses `traffic.fraction` of the requests that do not forbid it."""
+        """The engine's worker itself chooses `traffic.fraction` of the requests that do not forbid it. What it refuses is
+        logged once and asked for again after CAPTURE_AGAIN_S. Raises ReplicaGone."""
         settings = capture_settings(self.config, replica, self.info, self.config.traffic.fraction)
         engine = await self._replica(replica)
+        if self.left or time.monotonic() < engine.capture_at:
+            return
         try:
-            await engine.rpc("capture_on", asdict(settings), written_down(receivers, self.keys.name))
-        except ReplicaGone as error:  # an engine that was not started for capture fails like one that ends
+            values_of(await engine.rpc("capture_on", asdict(settings), written_down(receivers, self.keys.name)))
+        except RankFailed as error:
+            engine.capture_at = time.monotonic() + CAPTURE_AGAIN_S
+            engine.say("capture", f"engine {engine.name} refuses to capture: {error}; start it as {START}")
+        except ReplicaGone as error:
             engine.say("capture", str(error))
             raise
-        engine.say("capture", None)
+        else:
+            engine.say("capture", None)
+
+    async def leave(self) -> None:
+        """The run ends: no engine samples requests any more, nor keeps what was not sent. Takes LEAVE_S at most and raises
+        nothing, whatever the engines do. `capture` does nothing after it."""
+        self.left = True
+        await asyncio.gather(*(self._let_go(engine) for engine in self.engines.values()))
+
+    async def _let_go(self, engine: Engine) -> None:
+        try:
+            await asyncio.wait_for(engine.told("capture_off"), LEAVE_S)
+        except Exception as error:  # the run is over, and nothing else depends on it
+            log.warning("engine %s was not told to stop capturing (%r); it stops by itself after traffic.max_age_s without a "
+                        "trainer", engine.name, error)
 
     async def recent_prompts(self, count: int) -> list[list[int]]:
         """None: these engines remember no prompt, so versions are compared on held-out ones."""

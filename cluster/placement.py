@@ -3,9 +3,12 @@
 import math
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
+
 from torchspec_lite.config import Config
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import is_loopback
+from torchspec_lite.sections import TrainerConfig
 from torchspec_lite.target import TargetInfo
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -66,34 +69,23 @@ class Plan:
     def memory(self) -> int:
         return sum(role.count * role.memory for role in self.roles)
 
-    def only(self, role: str) -> "Plan":
-        """The plan of one role alone."""
-        return replace(self, roles=tuple(found for found in self.roles if found.name == role))
-
     def values(self) -> dict:
         """The plan as plain values, sums included."""
         return asdict(self) | {"cpus": self.cpus, "gpus": self.gpus, "memory": self.memory}
 
 
-def make_plan(config: Config, info: TargetInfo) -> Plan:
-    """Work out a run's actors and needs from its config and target.
+def make_plan(config: Config, info: TargetInfo, only: str | None = None) -> Plan:
+    """Work out a run's actors and needs from its config and target. `only`: of the role of that name alone.
 
-    Raises UserError when a role's GPUs do not fit the tensor parallel size, or are more than one but not whole.
+    Raises UserError when a role cannot use the GPUs that it is given.
     """
-    for name, section in (("capture", config.capture), ("trainer", config.trainer), ("serve", config.serve)):
-        if section.gpus > 1 and section.gpus % 1:
-            raise UserError(f"{name}.gpus is {section.gpus:g}; Ray gives a share of one GPU, or whole ones")
-    for name, section in (("capture", config.capture), ("serve", config.serve)):
-        if section.gpus and config.target.tensor_parallel_size > 1 and section.gpus != config.target.tensor_parallel_size:
-            raise UserError(f"{name}.gpus is {section.gpus:g} but target.tensor_parallel_size is "
-                            f"{config.target.tensor_parallel_size}; one engine needs that many whole GPUs")
     layer_ids = tuple(config.capture.layer_ids or info.default_layer_ids())
     drafter = drafter_parameters(config, info, layer_ids)
     split = config.target.tensor_parallel_size
     served = info.weight_bytes + drafter * BYTES[config.target.dtype]
     frozen = 2 * info.vocab_size * info.hidden_size * BYTES[config.target.dtype]
     trained = drafter * OPTIMIZER_BYTES + frozen
-    # Beside a GPU's copy the target's embedding and head stay in main memory, for predictions at each export.
+    # Beside a GPU's copy the target's embedding and head stay in main memory: drafters from folders are checked with them.
     kept = frozen if config.trainer.gpus else 0
     buffers = config.stream.budget_mib + config.trainer.reuse_buffer_mib << 20
     bytes_per_token = (len(layer_ids) + 1) * info.hidden_size * BYTES[config.target.dtype] + 5
@@ -109,11 +101,44 @@ def make_plan(config: Config, info: TargetInfo) -> Plan:
     if config.serve.replicas and not config.serve.external:
         roles.append(_role("serving replica", config.serve.replicas, "serve", config.serve, served // split,
                            cpu=served + (config.serve.kv_cache_mib << 20), always=ENGINE_OVERHEAD))
+    roles = tuple(role for role in roles if role.count and only in (None, role.name))
+    for role in roles:
+        if role.section == "trainer":
+            _check_trainer_gpus(config.trainer)
+        else:
+            _check_engine_gpus(role, split)
     plan = Plan(
-        run_dir=str(config.run_dir), target=info.fingerprint, layer_ids=layer_ids, roles=tuple(role for role in roles if role.count),
+        run_dir=str(config.run_dir), target=info.fingerprint, layer_ids=layer_ids, roles=roles,
         bytes_per_token=bytes_per_token, drafter_parameters=drafter, stream_budget=config.stream.budget_mib << 20,
         encrypted=config.stream.encrypt == "on" or config.stream.encrypt == "auto" and not is_loopback(config.stream.host))
     return replace(plan, doubts=tuple(_network_doubts(config, plan)))
+
+
+def _check_engine_gpus(role: Role, tensor_parallel_size: int) -> None:
+    """Raise UserError for GPUs that a role's engines cannot use."""
+    key, gpus = f"{role.section}.gpus", role.gpus
+    if not gpus and torch.version.cuda is not None:
+        # It would take GPU 0, which Ray holds for others.
+        enough = tensor_parallel_size if tensor_parallel_size > 1 else "1 (or a share such as 0.3)"
+        raise UserError(f"{key} is 0, but the vLLM here is its GPU build, which cannot run on CPUs: set {key}={enough}")
+    if gpus > 1 and gpus % 1:
+        raise UserError(f"{key} is {gpus:g}; Ray gives a share of one GPU, or whole ones")
+    if gpus and tensor_parallel_size > 1 and gpus != tensor_parallel_size:
+        raise UserError(f"{key} is {gpus:g} but target.tensor_parallel_size is {tensor_parallel_size}; one engine needs that "
+                        "many whole GPUs")
+
+
+def _check_trainer_gpus(options: TrainerConfig) -> None:
+    """Raise UserError for GPUs that trainers cannot use, or cannot meet over."""
+    if options.gpus > 1:
+        raise UserError(f"trainer.gpus is {options.gpus:g}, but a trainer uses one GPU: set trainer.gpus=1 and raise "
+                        "trainer.ranks")
+    if not options.gpus and options.backend == "nccl":
+        raise UserError("trainer.backend is nccl, which needs GPUs, but trainer.gpus is 0: set trainer.gpus=1, or "
+                        "trainer.backend=gloo")
+    if 0 < options.gpus < 1 < options.ranks and options.backend != "gloo":
+        raise UserError(f"trainer.gpus is {options.gpus:g} with trainer.ranks={options.ranks}, and two ranks may come to share "
+                        "a GPU, which NCCL refuses: set trainer.gpus=1, or trainer.backend=gloo")
 
 
 def _role(name: str, count: int, key: str, section, gpu_memory: int, cpu: int, always: int, stream: float = 0.0) -> Role:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from dataclasses import dataclass
 
 import ray
@@ -18,18 +19,29 @@ from torchspec_lite.snapshot import Buffer
 from torchspec_lite.target import TargetInfo
 from torchspec_lite.target_folder import cache_dir
 from workers.engine import engine_env
+from workers.lease_line import LeaseLine
 from workers.reports import TargetReport
 
 log = logging.getLogger(__name__)
 REPORT_EVERY_S = 1.0
 
 
+class CoordinatorProcess(Coordinator):
+    """The coordinator with a log of its own."""
+
+    def __init__(self, config: Config, run_dir: str, started: float, attempt: str):
+        setup_logging(run_dir, config.name, "coordinator")
+        super().__init__(config, run_dir, started, attempt)
+
+
 def start_coordinator(config: Config, started: float) -> ray.actor.ActorHandle:
-    """The run's coordinator; Ray starts it again when its process dies, and it goes on from the ledger."""
-    return ray.remote(Coordinator).options(
+    """The coordinator of a new attempt of the run; Ray starts it again when its process dies, with the same arguments, and
+    it goes on from the ledger."""
+    return ray.remote(CoordinatorProcess).options(
         name=f"coordinator-{config.name}", num_cpus=0, max_restarts=-1, max_task_retries=3, max_concurrency=1000,
         scheduling_strategy=beside_driver(),
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote(config, str(config.run_dir), started)
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote(
+            config, str(config.run_dir), started, uuid.uuid4().hex)
 
 
 class TrainerProcess:
@@ -38,6 +50,7 @@ class TrainerProcess:
     def __init__(self, config: Config, rank: int, info: TargetInfo, coordinator: ray.actor.ActorHandle):
         self.config, self.rank, self.info, self.coordinator = config, rank, info, coordinator
         self.trainer = self.store = None
+        self.stopping = False
 
     def listen(self, keys: ReceiverKeys | None) -> str:
         """Load what the trainer needs of the target and open its receiver; returns the endpoint."""
@@ -49,6 +62,8 @@ class TrainerProcess:
         torch.set_num_threads(threads(config.trainer.cpus))
         device = "cuda" if config.trainer.gpus else "cpu"
         self.trainer = Trainer(config, self.rank, self.info, Link(self.coordinator, f"trainer {self.rank}"), device)
+        if self.stopping:  # told so while it was made
+            self.trainer.stop()
         endpoint = self.trainer.listen(stream.host, keys, unencrypted=stream.encrypt == "off")
         log.info("on node %s, receiving at %s, %s", ray.get_runtime_context().get_node_id(), endpoint,
                  "encrypted" if keys else "not encrypted")
@@ -85,7 +100,9 @@ class TrainerProcess:
         """For cluster.attendance."""
 
     def stop(self) -> None:
-        self.trainer.stop()
+        self.stopping = True
+        if self.trainer is not None:
+            self.trainer.stop()
 
     def close(self) -> None:
         self.trainer.close()
@@ -120,7 +137,7 @@ class TargetProcess:
     async def run(self) -> None:
         reporting = asyncio.create_task(self._report())
         try:
-            await self.worker.run(LeaseLine(self.coordinator))
+            await self.worker.run(LeaseLine(self.coordinator, self.name))
         finally:
             reporting.cancel()
 
@@ -141,25 +158,6 @@ class TargetProcess:
                 self.name, stats["prompt_tokens"] + stats["output_tokens"], sum(s["blocked_s"] for s in senders),
                 Buffer(bytes=sum(s["memory_bytes"] for s in senders), budget_bytes=sum(s["budget_bytes"] for s in senders),
                        samples=sum(s["unsent_samples"] for s in senders))))
-
-
-@dataclass(frozen=True)
-class LeaseLine:
-    """The coordinator as workers.target sees it."""
-
-    coordinator: ray.actor.ActorHandle
-
-    async def lease(self, worker, count):
-        return await self.coordinator.lease.remote(worker, count)
-
-    async def captured(self, id, attempt, tokens):
-        """Nothing to tell: the trainer says when it holds the sample."""
-
-    async def rejected(self, id, attempt, reason, detail):
-        await self.coordinator.rejected.remote(id, attempt, reason, detail)
-
-    async def failed(self, id, attempt, detail):
-        await self.coordinator.failed.remote(id, attempt, detail)
 
 
 def start_target(config: Config, name: str, info: TargetInfo, coordinator, receivers: list,

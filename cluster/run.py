@@ -24,6 +24,7 @@ from torchspec_lite.config import Config, resolve_secret
 from torchspec_lite.errors import UserError
 from torchspec_lite.logs import cause_of, one_line, setup_logging
 from torchspec_lite.sample_order import SampleOrder, read_order
+from torchspec_lite.starting_point import settled
 from torchspec_lite.target import TargetInfo, describe
 from torchspec_lite.target_folder import cache_dir, resolve_target
 
@@ -43,7 +44,8 @@ class Run:
 
 def train(config: Config, resume: bool, quiet: bool) -> tuple[dict, str]:
     """Run to the end; the closing object and page. Ctrl-C or SIGTERM ends it early with a checkpoint."""
-    info = describe(resolve_target(config.target.model))
+    info = describe(resolve_target(config.target.model, config.target.trust_remote_code))
+    config = settled(config, info)
     plan, order, secrets = make_plan(config, info), read_order(config, cache_dir()), configs.secrets(config)
     may_open_run_dir(config, resume)
     if config.serve.replicas and not config.serve.external and not resume:  # a killed driver's pool may still be going
@@ -88,19 +90,22 @@ async def story(run: Run) -> tuple[dict, str]:
         raise found from None
     finally:
         watch.cancel()
-        await close(run, coordinator, state, reason)
+        await close(run, coordinator, judge.pool, state, reason)
         if dashboard is not None:
             dashboard.close()
 
 
-async def close(run: Run, coordinator, state: str, reason: str | None) -> None:
-    """Say how the run ended and stop its pool. What goes wrong here is logged: it must not hide what ended the run."""
+async def close(run: Run, coordinator, pool, state: str, reason: str | None) -> None:
+    """Say how the run ended and stop its pool, or leave the engines of others. What goes wrong here is logged: it must not
+    hide what ended the run."""
     try:
         await coordinator.finish.remote(state, reason or await coordinator.stop_reason.remote())
     except Exception as error:
         log.error("the end was not recorded: %s", one_line(error))
-    if run.config.serve.replicas and not run.config.serve.external:
+    if not run.config.serve.external:
         await asyncio.to_thread(pools.stop, run.config)
+    elif pool is not None:
+        await pool.leave()
 
 
 def may_open_run_dir(config: Config, resume: bool) -> None:

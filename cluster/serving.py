@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -15,16 +16,20 @@ from torchspec_lite.export import verify, versions
 from torchspec_lite.target import describe
 from torchspec_lite.target_folder import resolve_target
 
+log = logging.getLogger(__name__)
+
 
 def serve(config: Config, as_json: bool) -> int:
     """Serve until Ctrl-C or SIGTERM. Raises UserError when there is no drafter, or the port is taken."""
     if config.serve.replicas == 0:
         raise UserError("config serve.replicas is 0; set serve.replicas=1 or more to serve")
-    info = describe(resolve_target(config.target.model))
+    info = describe(resolve_target(config.target.model, config.target.trust_remote_code))
     drafter = choose_drafter(config, info.fingerprint)
-    plan = make_plan(config, info).only("serving replica")
-    with session(config.ray, plan):
-        pool = pools.start(config, info.path, str(drafter), str(config.run_dir))
+    plan = make_plan(config, info, only="serving replica")
+    with session(config.ray, plan) as doubts:
+        for doubt in doubts:
+            log.warning(doubt)
+        pool = pools.start(without_capture(config), info.path, str(drafter), str(config.run_dir))
         started = {"url": f"{pool.url}/v1", "model": config.serve.model_name or info.name, "drafter": str(drafter)}
         if as_json:
             print(json.dumps(started), file=sys.__stdout__, flush=True)
@@ -35,6 +40,11 @@ def serve(config: Config, as_json: bool) -> int:
         finally:
             pools.stop(config)
     return 0
+
+
+def without_capture(config: Config) -> Config:
+    """The config for replicas that nobody learns from: no request skips the prefix cache, and no prompt is kept."""
+    return config.model_copy(update={"traffic": config.traffic.model_copy(update={"fraction": 0.0})})
 
 
 def choose_drafter(config: Config, fingerprint: str) -> Path:

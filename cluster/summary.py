@@ -57,12 +57,14 @@ def _page(values, before, after, profiled, next_command):
         yield f"served requests: {served['durable']} durable + {served['rejected']} rejected = {served['all']}"
     for reason, number in values["rejected"].items():
         yield f"  rejected, {reason}: {number}"
-    yield (f"{values['state']} after {values['seconds'] / 60:.1f} minutes: step {values['drafter']['step']}, version "
-           f"{values['drafter']['version']}, {values['tokens_trained']:,} tokens trained")
+    version = values["drafter"]["version"]
+    yield (f"{values['state']} after {values['seconds'] / 60:.1f} minutes: step {values['drafter']['step']}, "
+           f"{'no version yet' if version is None else f'version {version}'}, {values['tokens_trained']:,} tokens trained")
     if profiled:
         yield from _profile(values)
     yield f"run directory: {values['run_dir']}"
-    yield f"next: {next_command}"
+    if version is not None:
+        yield f"next: {next_command}"
 
 
 def _profile(values):

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from torchspec_lite.acceptance import Counts, compare, compare_pairs, compare_requests, predict, walk_rounds
+from torchspec_lite import acceptance, compiling
+from torchspec_lite.acceptance import Counts, _placed, compare, compare_pairs, compare_requests, predict, walk_rounds
 from torchspec_lite.drafter import Drafter, DrafterConfig
 from torchspec_lite.sample import Sample
 from torchspec_lite.target import FrozenHead
@@ -213,6 +214,40 @@ def test_kept_statistics_and_bf16_say_the_same():
     assert drafter.lm_head.dtype == torch.float32
     wrong = [TeacherStatistics(kept[0].lse, torch.zeros_like(kept[0].argmax))]
     assert predict(drafter, head, [sample], 3, statistics=wrong).live == Counts(5, (0, 0, 0))
+
+
+def test_a_drafter_is_copied_to_where_the_head_is():
+    drafter = parrot(torch.arange(8), {})
+    assert _placed(drafter, torch.device("cpu"), torch.float32) is drafter
+    there = _placed(drafter, torch.device("meta"), torch.bfloat16)
+    assert {(value.device.type, value.dtype) for value in there.parameters()} == {("meta", torch.bfloat16)}
+    assert there.draft_ids.device.type == "meta" and there.draft_ids.dtype == torch.int64
+    assert {(value.device.type, value.dtype) for value in drafter.parameters()} == {("cpu", torch.float32)}
+
+
+def test_a_prediction_is_made_where_the_head_is(monkeypatch):
+    sample, head = world([1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 1])
+    asked = []
+    monkeypatch.setattr(acceptance, "_placed", lambda drafter, *place: asked.append(place) or drafter)
+    predict(parrot(torch.arange(8), {}), head, [sample], 1, torch.float32)
+    there = dataclasses.replace(head, lm_head=head.lm_head.to("meta"))
+    with pytest.raises(RuntimeError, match="meta"):  # no number is there to be read
+        predict(parrot(torch.arange(8), {}), there, [sample], 1, torch.float32)
+    assert asked == [(torch.device(place), torch.float32) for place in ("cpu", "meta")]
+
+
+def test_a_prediction_without_kernels_uses_none(monkeypatch):
+    sample, head = world([1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 1])
+    drafter = parrot(torch.arange(8), {2: 3})
+    found = predict(drafter, head, [sample], 1)
+
+    def kernels(function):
+        raise AssertionError(f"a fast form of {function.__name__} was asked for")
+
+    monkeypatch.setattr(compiling, "_fast", kernels)
+    assert predict(drafter, head, [sample], 1, compile=False) == found
+    with pytest.raises(AssertionError, match="summary"):
+        predict(drafter, head, [sample], 1)
 
 
 def test_nothing_supervised_is_not_a_number():

@@ -7,9 +7,10 @@ import threading
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from cluster.attendance import attend
+from workers.death import DEATHS, death_in_words
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,6 +68,37 @@ def test_one_that_answers_is_left_alone(worker):
         assert await work == "done"
         assert not attending.done()
         attending.cancel()
+
+    asyncio.run(story())
+
+
+@pytest.fixture
+def no_memory():
+    """A worker on a node whose memory is full by its own measure, so that Ray's memory monitor ends it."""
+    class Worker:
+        async def work(self) -> None:
+            await asyncio.Event().wait()
+
+        async def present(self) -> None:
+            pass
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20,
+             _system_config={"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 100})
+    try:
+        yield ray.remote(Worker).remote()
+    finally:
+        ray.shutdown()
+
+
+def test_a_process_that_rays_memory_monitor_ends_is_gone(no_memory):
+    async def tell(text):
+        raise AssertionError(text)
+
+    async def story():
+        with pytest.raises(DEATHS) as lost:
+            await no_memory.work.remote()
+        assert isinstance(lost.value, OutOfMemoryError) and "memory ran out" in death_in_words(lost.value)
+        await attend("target-0", no_memory, tell)
 
     asyncio.run(story())
 

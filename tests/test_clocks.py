@@ -10,7 +10,7 @@ from tests.test_layout import ROOT
 WALL = {"time", "time_ns", "ctime", "localtime", "gmtime", "now", "utcnow", "today"}
 # Each of these says when something happened, in a file, in a log or on the page.
 STAMPS = {
-    ("cluster/coordinator.py", "run_started"), ("cluster/run.py", "story"),
+    ("cluster/run.py", "story"),
     ("cluster/observer.py", "alarm"), ("cluster/observer.py", "snapshot"),
     ("cluster/doctor.py", "check_clock"), ("cluster/doctor.py", "doctor"),  # how far this clock is from a file server's
     ("torchspec_lite/export.py", "export"), ("torchspec_lite/logs.py", "format"),

@@ -105,12 +105,35 @@ def test_it_takes_versions_drafts_as_the_trainer_does_and_streams_its_requests(u
         texts = await asyncio.gather(*(ask(pool, prompt) for prompt in target.prompts))
         assert texts == target.texts
         assert (await pool.traffic())[0]["receivers"] == [receiver.endpoint]
+        found = await asyncio.to_thread(received)
+        await pool.leave()
+        assert "receivers" not in (await pool.traffic())[0]  # nothing is captured any more
         await pool.close()
         # A resumed run: the engine drafts with another version than it was started with.
         again = ExternalPool(config, target.info, str(run_dir))
         await again.connect(drafters["fresh"][1])
         assert [stats["version"] for stats in await again.stats()] == ["v000001"]
+        await nothing_from_the_prefix_cache(again)
         await again.close()
+        return found
+
+    def received() -> dict:
+        found = {}
+        for _ in target.prompts:
+            sample = receiver.get(WAIT_S)
+            found[tuple(sample.token_ids.tolist())] = sample.aux.clone()
+            receiver.release(sample)
+        return found
+
+    async def nothing_from_the_prefix_cache(pool):
+        """A user's prompt comes from it the second time; the same prompt, asked to measure, never."""
+        prompt, hits = (target.prompts[5] + target.prompts[4]) * 2, []
+        for asked in (ask(pool, prompt), ask(pool, prompt), pool.probe(url, [prompt], 8), pool.shadow(url, [prompt] * 2, 8)):
+            await asked
+            page = (await pool.engines[url].client.get("/metrics")).text
+            hits.append(sum(float(line.rpartition(" ")[2]) for line in page.splitlines()
+                            if line.startswith("vllm:prefix_cache_hits_total")))
+        assert hits[0] < hits[1] == hits[2] == hits[3]
 
     async def measured(pool, target, drafter) -> float:
         """Acceptance length by vLLM's counters and by the draft log, which must agree; drafts equal the trainer's."""
@@ -133,12 +156,7 @@ def test_it_takes_versions_drafts_as_the_trainer_does_and_streams_its_requests(u
         return prompt + answer.json()["choices"][0]["token_ids"]
 
     try:
-        asyncio.run(story(target.path.parent))
-        found = {}
-        for _ in target.prompts:
-            sample = receiver.get(WAIT_S)
-            found[tuple(sample.token_ids.tolist())] = sample.aux.clone()
-            receiver.release(sample)
+        found = asyncio.run(story(target.path.parent))
         for text in target.texts:  # whole: none of these prompts had a block in the prefix cache
             expected = target.states(text)
             assert float((found[tuple(text)] - expected).norm() / expected.norm()) < 1e-5

@@ -148,6 +148,25 @@ def test_a_resumed_learner_is_the_undisturbed_one_bit_for_bit(target, tmp_path, 
         assert not torch.equal(ours.lm_head, resumed.drafter.lm_head)  # the average, not the weights
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_save_before_the_first_step_changes_no_step(target, tmp_path, optimizer, restarted):
+    """Version 0 is saved before any step, and a version whenever training rests, after which the optimizer is a new one."""
+    saved, unsaved = (make_learner(target, optimizer=optimizer) for _ in range(2))
+    samples = make_samples(target, saved.head)
+    if restarted:
+        for learner in (saved, unsaved):
+            learner.train(samples, 0.0)
+            learner.restart(make_learner(target).exportable())
+    before = weights(saved)
+    saved.save(tmp_path, {}, keep=1)
+    for learner in (saved, unsaved):
+        learner.train(samples, 0.0)
+    assert furthest(weights(saved), weights(unsaved)) == 0.0
+    # AdamW's first step, corrected for both moments' start, is the learning rate (1e-2) wherever there is a gradient.
+    assert float((weights(saved)["lm_head"] - before["lm_head"]).abs().median()) == pytest.approx(1e-2, rel=1e-3)
+
+
 def test_a_learner_that_restarts_takes_the_steps_of_a_fresh_one_with_those_weights(target):
     head = load_head(target, torch.float32)
     samples = make_samples(target, head)

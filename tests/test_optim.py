@@ -55,6 +55,19 @@ def test_adamw_takes_the_textbook_step():
         assert value.grad is None
 
 
+@pytest.mark.parametrize("optimizer", ("adamw", "muon"))
+def test_a_new_optimizer_has_the_state_of_no_step_and_has_moved_nothing(optimizer):
+    """torch's checkpoint functions take a step where they find no state."""
+    module = make_module()
+    before = weights(module)
+    optimizers = make_optimizers(module, TrainerConfig(optimizer=optimizer, learning_rate=0.3, weight_decay=0.5))
+    assert all(torch.equal(value, before[name]) and value.grad is None for name, value in module.named_parameters())
+    for made in optimizers:
+        assert [group["lr"] for group in made.param_groups] == [0.3]
+        assert len(made.state) == sum(len(group["params"]) for group in made.param_groups)
+        assert not any(value.any() for state in made.state.values() for value in state.values())
+
+
 def test_clipping_scales_all_gradients_together():
     module = make_module()
     optimizers = [torch.optim.SGD([{"params": list(module.parameters()), "lr_scale": 1.0}], 1.0)]
@@ -76,7 +89,7 @@ def test_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     module.norm.grad[2] = value
     assert not update(optimizers, 0.1, 1.0).applied
     assert all(torch.equal(value, before[name]) and value.grad is None for name, value in module.named_parameters())
-    assert all(not optimizer.state for optimizer in optimizers)
+    assert not any(value.any() for optimizer in optimizers for state in optimizer.state.values() for value in state.values())
 
 
 def test_muon_takes_the_matrices_only():

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cluster.nodes import Node, check_fit, ray_nodes, this_machine
 from cluster.placement import make_plan, render
@@ -61,8 +62,45 @@ def test_shares_of_gpus_pass_and_odd_numbers_do_not(info):
     assert plan.gpus == 2.0 and check_fit(plan, big(2)) == []
     thirds = replace(plan, roles=tuple(replace(role, gpus=0.6) for role in plan.roles))
     assert "1 × serving replica may find no node" in check_fit(thirds, big(2))[0]  # 1.8 of 2, but on no single GPU
-    with pytest.raises(UserError, match="trainer.gpus is 1.5; Ray gives a share of one GPU, or whole ones"):
-        make_plan(config(trainer={"gpus": 1.5}), info)
+    for role in ("capture", "serve"):
+        with pytest.raises(UserError, match=f"{role}.gpus is 1.5; Ray gives a share of one GPU, or whole ones"):
+            make_plan(config(**{role: {"gpus": 1.5}}), info)
+
+
+@pytest.mark.parametrize("trainer, words", [
+    ({"gpus": 2}, "trainer.gpus is 2, but a trainer uses one GPU: .* raise trainer.ranks"),
+    ({"gpus": 1.5}, "trainer.gpus is 1.5, but a trainer uses one GPU"),
+    ({"gpus": 0.5, "ranks": 2}, "trainer.gpus is 0.5 with trainer.ranks=2.*set trainer.gpus=1, or trainer.backend=gloo"),
+    ({"gpus": 0.5, "ranks": 2, "backend": "nccl"}, "NCCL refuses"),
+    ({"backend": "nccl"}, "trainer.backend is nccl, which needs GPUs, but trainer.gpus is 0"),
+    ({"gpus": 0.5, "ranks": 2, "backend": "gloo"}, None), ({"gpus": 1, "ranks": 2}, None), ({"gpus": 0.5}, None),
+    ({"ranks": 2}, None), ({"gpus": 1, "ranks": 2, "backend": "nccl"}, None)])
+def test_gpus_that_trainers_cannot_use_are_refused(info, trainer, words):
+    asked = config(trainer=trainer)
+    if words is None:
+        assert make_plan(asked, info).gpus == trainer.get("gpus", 0) * trainer.get("ranks", 1)
+        return
+    with pytest.raises(UserError, match=words):
+        make_plan(asked, info)
+    assert make_plan(asked, info, only="serving replica").gpus == 0  # who only serves has no trainer
+
+
+def test_vllm_for_gpus_does_not_run_without(info, monkeypatch):
+    on_gpus = {"capture": {"gpus": 1}, "serve": {"gpus": 0.3}}
+    make_plan(config(), info)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert make_plan(config(**on_gpus), info).gpus == 1.3
+    for role in ("capture", "serve"):
+        with pytest.raises(UserError, match=f"^{role}.gpus is 0, but the vLLM here is its GPU build, which cannot run on CPUs: "
+                                            rf"set {role}.gpus=1 \(or a share such as 0.3\)$"):
+            make_plan(config(**on_gpus | {role: {}}), info)
+    with pytest.raises(UserError, match="serve.gpus=2$"):
+        make_plan(config(tp=2, capture={"gpus": 2}), info)
+    # A role that is not there needs none.
+    make_plan(config(capture={"gpus": 1}, serve={"replicas": 0}), info)
+    make_plan(config(capture={"gpus": 1}, serve={"external": ["http://127.0.0.1:8000"]}), info)
+    make_plan(config(data={}, serve={"gpus": 1}), info)
+    assert [role.name for role in make_plan(config(serve={"gpus": 1}), info, only="serving replica").roles] == ["serving replica"]
 
 
 def test_a_tensor_parallel_engine_needs_its_gpus_on_one_node(info):

@@ -1,5 +1,6 @@
 """One replica over HTTP, and what needs no engine: counts per version and the pool's doors."""
 
+import asyncio
 import json
 import socket
 from types import SimpleNamespace
@@ -7,11 +8,16 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
 from cluster.pool import check_exposure, claim_port, promoted, write_promoted
 from tests.serving_rig import ANSWER, LiveReplica, TinyTarget
 from torchspec_lite.break_even import WINDOW
+from torchspec_lite.config import build
 from torchspec_lite.errors import UserError
+from workers import scheduler
 from workers.draft_stats import DraftCounter
+from workers.server import LOW_PRIORITY, Replica, serving_args
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -89,6 +95,12 @@ class TestReplica:
         assert texts == target.texts
         # Drafts appear only while three requests or fewer are left.
         assert together < len(target.prompts) * alone / 2
+        # But shadow prompts and probes, four of which run at once here, are asked for the sake of their drafts.
+        counts, found = [], []
+        _, shadow = live.acceptance(lambda: counts.extend(live.run(live.replica.shadow(target.prompts, ANSWER))))
+        assert shadow == sum(count["drafts"] for count in counts) and shadow > len(target.prompts) * alone / 2
+        found.extend(live.run(live.replica.probe(target.prompts, ANSWER)))
+        assert [one["token_ids"] for one in found] == target.texts and all(len(one["rounds"]) > 5 for one in found)
 
     def test_shadow_counts_the_rounds_of_its_own_requests(self, live, target):
         counts = []
@@ -117,6 +129,55 @@ def test_auto_drafts_only_where_it_pays_and_always_for_shadow_prompts(target, tm
         assert alone > 10 and shadow > 100 > 2 * together
     finally:
         live.close()
+
+
+class Engine:
+    """Of vLLM's engine what a replica asks: each request runs for some turns of the event loop."""
+
+    def __init__(self):
+        self.running, self.most, self.asked = 0, 0, []
+
+    async def collective_rpc(self, method, args=()):
+        return [{"ok": True, "value": []}]
+
+    async def generate(self, prompt, params, request_id, priority=0):
+        self.asked.append((params, priority))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        for _ in range(20):  # as many come in beside it as may
+            await asyncio.sleep(0)
+        self.running -= 1
+        token = prompt["prompt_token_ids"][0]
+        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(token_ids=[token + 1], spec_decode_metrics=None)])
+
+
+@pytest.mark.parametrize("max_num_seqs, most", [(16, 8), (3, 1), (1, 1)])
+def test_what_the_pool_asks_leaves_half_of_the_seats_to_users(max_num_seqs, most):
+    engine = Engine()
+
+    async def story():
+        replica = Replica(engine, None, DraftCounter("v1", 3), "replica", "x@0", max_num_seqs)
+        probed, counts = await asyncio.gather(replica.probe([[token] for token in range(10)], 4),
+                                              replica.shadow([[1]] * 24, 4))
+        assert [one["token_ids"] for one in probed] == [[token, token + 1] for token in range(10)]
+        assert counts == [{"drafts": 0, "accepted": 0, "per_position": []}] * 24
+        replica._keys.cleanup()
+
+    asyncio.run(story())
+    assert engine.most == most and len(engine.asked) == 34
+    # None of it meets a block whose drafter's keys and values another version wrote.
+    assert all(params.skip_reading_prefix_cache and priority == LOW_PRIORITY for params, priority in engine.asked)
+
+
+@pytest.mark.parametrize("serve, traffic, kind", [
+    ({"max_concurrency_for_speculation": 3}, {}, "LimitedScheduler"),
+    ({"max_concurrency_for_speculation": 3, "gpus": 1}, {"second_answers": 1}, "AsyncLimitedScheduler"),
+    ({"max_concurrency_for_speculation": 8}, {}, None), ({"max_concurrency_for_speculation": 9}, {"second_answers": 1}, "CountingScheduler"),
+    ({"max_concurrency_for_speculation": "auto", "break_even": {1: 1.0}}, {}, "ServingScheduler"), ({}, {}, None)])
+def test_a_limit_on_drafting_comes_with_the_scheduler_that_lifts_it_for_probes(serve, traffic, kind):
+    config = build({"target": {"model": "x"}, "serve": {"max_num_seqs": 8} | serve, "traffic": traffic}, "test")
+    name = serving_args(config, "x", "v000001").get("scheduler_cls")
+    assert (name and resolve_obj_by_qualname(name)) is (kind and getattr(scheduler, kind))
 
 
 def rounds(drafts, accepted_per_position):

@@ -6,11 +6,13 @@ import threading
 import zipfile
 
 import gguf
+import huggingface_hub
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import CHATML, make_tiny_target
@@ -55,6 +57,23 @@ def test_names_that_lead_nowhere_are_refused_with_a_remedy(offline, tmp_path):
             resolve_target(name)
     with pytest.raises(UserError, match="org/model.* cannot be downloaded .*check the name and the network"):
         resolve_target("org/model-that-nobody-has")
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_what_is_fetched_from_the_hub(monkeypatch, tmp_path, trusted):
+    """Its own code only where it is trusted, and no second copy of the weights."""
+    there = ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "chat_template.jinja", "modeling_deepseek.py",
+             "encoding/tokenization_kimi.py", "original/consolidated.safetensors", "original/params.json",
+             "metal/model.safetensors", "pytorch_model.bin", "README.md"]
+    fetched = []
+
+    def download(name, **patterns):
+        fetched.extend(filter_repo_objects(there, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_target("org/model", trusted) == tmp_path
+    assert fetched == there[:4] + there[4:6] * trusted
 
 
 def test_the_cache_is_where_the_variable_says(tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ def test_requests_without_a_round_decide_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_prediction_without_a_round_is_none(monkeypatch, rounds):
     found = SimpleNamespace(rows=5, rounds=rounds)
-    monkeypatch.setattr("workers.trainer.predict", lambda *arguments: found)
-    trainer = SimpleNamespace(head=None, serving_dtype=None,
+    monkeypatch.setattr("workers.trainer.predict", lambda *arguments, **options: found)
+    trainer = SimpleNamespace(device_head=None, serving_dtype=None, options=SimpleNamespace(compile=False),
                               config=SimpleNamespace(serve=SimpleNamespace(num_speculative_tokens=3)))
     assert Trainer._predict_on(trainer, "drafter", [("sample", "statistics")]) is (found if rounds else None)

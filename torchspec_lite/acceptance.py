@@ -224,18 +224,17 @@ def walk_rounds(accepted: torch.Tensor, live: torch.Tensor, mask: torch.Tensor) 
 @torch.no_grad()
 def predict(drafter: Drafter, head: FrozenHead, samples: Sequence[Sample], steps: int,
             dtype: torch.dtype = torch.float32, statistics: Sequence[TeacherStatistics] | None = None,
-            sampled: bool = False) -> Prediction:
+            sampled: bool = False, compile: bool = True) -> Prediction:
     """Predict acceptance on `samples` with K = `steps` drafts a round, and measure drift.
 
     `dtype`: of the drafter's arithmetic (the serving dtype predicts best). `statistics`: `teacher_statistics` of each
     sample, kept from an earlier call (they depend on the target alone); None computes them. `sampled` adds the sampled
-    AL, which needs the target's whole distribution at each row. A drafted token counts only if it is the target's
-    choice over the FULL vocabulary, so what lies outside the draft vocabulary is never accepted. Samples may be
-    on the CPU; the work is done where the drafter and the head are.
+    AL, which needs the target's whole distribution at each row. `compile` as in `teacher_statistics`. A drafted token
+    counts only if it is the target's choice over the FULL vocabulary, so what lies outside the draft vocabulary is never
+    accepted. The work is done where the head is; drafter and samples may be on the CPU.
     """
-    if any(p.dtype != dtype for p in drafter.parameters()):
-        drafter = copy.deepcopy(drafter).to(dtype)
-    device = drafter.lm_head.device
+    device = head.lm_head.device
+    drafter = _placed(drafter, device, dtype)
     live_rounds, walked, sampled_sum, covered = [], [], 0.0, 0
     drift = torch.zeros(3, steps, dtype=torch.float64)
     for i, sample in enumerate(samples):
@@ -245,7 +244,7 @@ def predict(drafter: Drafter, head: FrozenHead, samples: Sequence[Sample], steps
         if not live.any():
             continue
         last = sample.last.to(device)
-        known = teacher_statistics(last, sample.mask, head) if statistics is None else statistics[i]
+        known = teacher_statistics(last, sample.mask, head, compile) if statistics is None else statistics[i]
         choice = known.argmax.to(device)                                   # [n-1]
         covered += int(torch.isin(choice[1:][live[:-1]], drafter.draft_ids).sum())
         accepted = torch.zeros(n - 1, dtype=torch.int64, device=device)
@@ -273,6 +272,13 @@ def predict(drafter: Drafter, head: FrozenHead, samples: Sequence[Sample], steps
         sampled=(1 + sampled_sum / rows if rows else math.nan) if sampled else None,
         coverage=covered / rows if rows else math.nan,
         feature_norm=tuple(means[0]), sink_mass=tuple(means[1]), own_mass=tuple(means[2]))
+
+
+def _placed(drafter: Drafter, device: torch.device, dtype: torch.dtype) -> Drafter:
+    """The drafter itself if its parameters are there and of that dtype, else a copy."""
+    if all(p.dtype == dtype and p.device == device for p in drafter.parameters()):
+        return drafter
+    return copy.deepcopy(drafter).to(device, dtype)
 
 
 def _overlap(drafter, head, last, output, supervised, k):

@@ -118,6 +118,17 @@ def newest(directory: Path) -> Path | None:
     return None if chosen < 0 else step_path(directory, chosen)
 
 
+def newest_state(directory: Path) -> tuple[Path, State] | None:
+    """The newest checkpoint whose plain data can be read, and these; its tensors are not looked at. None when there is none.
+    For a process that is no rank."""
+    for _, path in sorted(_steps(Path(directory)).items(), reverse=True):
+        try:
+            return path, read(path)
+        except UserError:
+            continue  # `newest` says why
+    return None
+
+
 def _set_aside_if_broken(path: Path) -> None:
     if path.exists():
         try:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from torchspec_lite.atomic import new_directory, sha256
-from torchspec_lite.drafter import Drafter
+from torchspec_lite.drafter import Drafter, DrafterConfig
 from torchspec_lite.errors import UserError
 from torchspec_lite.servable import from_tensors, read_config, servable_config, speculators_config, to_tensors
 from torchspec_lite.target import FrozenHead, TargetInfo
@@ -112,6 +112,11 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def read_drafter_config(directory: Path, info: TargetInfo | None) -> DrafterConfig:
+    """The shape of a drafter folder, without its weights. `info` and errors as in `load_drafter`."""
+    return read_config(_read_json(Path(directory), CONFIG), str(directory), info)
+
+
 def load_drafter(directory: Path, info: TargetInfo | None = None, head: FrozenHead | None = None) -> Drafter:
     """Read a drafter, fp32: ours, vLLM style (`midlayer.` or `layers.0.`) or speculators' eagle3 format.
 
@@ -121,8 +126,7 @@ def load_drafter(directory: Path, info: TargetInfo | None = None, head: FrozenHe
     not fit.
     """
     directory = Path(directory)
-    config = read_config(_read_json(directory, CONFIG), str(directory), info)
-    tensors = {}
+    config, tensors = read_drafter_config(directory, info), {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             tensors |= load_file(path)

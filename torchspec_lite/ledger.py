@@ -14,16 +14,16 @@ Exactly-once rests on three rules of the callers:
 import json
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchspec_lite.errors import UserError
-from torchspec_lite.lease import Lease
-from torchspec_lite.ledger_file import LedgerFile
+from torchspec_lite.lease import Lease, LeaseCall
+from torchspec_lite.ledger_attempt import Attempt
+from torchspec_lite.ledger_reading import STATES as STATES  # for those who ask the ledger
+from torchspec_lite.ledger_reading import LedgerReading, SampleRow
+from torchspec_lite.ledger_suspects import Suspects, part_of
 
-STATES = ("queued", "leased", "streamed", "trained", "durable", "rejected")
 LEARNED = ("train", "traffic")
 """Purposes of samples that are trained on."""
 VERSION_STATES = ("exported", "gated", "canary", "promoted", "rolled_back", "refused")
@@ -37,25 +37,7 @@ class IllegalTransition(Exception):
     """A caller reported something that cannot follow a sample's state: a fault in the program, nothing is changed."""
 
 
-@dataclass(frozen=True)
-class SampleRow:
-    id: str
-    ordinal: int
-    purpose: str
-    state: str
-    attempt: int
-    passes: int
-    passes_durable: int
-    step: int | None
-    worker: str | None
-    rank: int | None
-    tokens: int | None
-    reason: str | None
-    detail: str | None
-    updated: float
-
-
-class Ledger(LedgerFile):
+class Ledger(LedgerReading, Attempt, Suspects):
     """A run's ledger. `reuse` is the number of passes each training sample gets.
 
     `read_only` opens it beside the writer, for the reading methods. Safe to use from several threads.
@@ -85,16 +67,36 @@ class Ledger(LedgerFile):
                                     f"the run's order, which has {known[0]}; resume with the same data files and seed")
         return new
 
-    def lease(self, worker: str, count: int, rank: int, purpose: str | None = None) -> list[Lease]:
-        """Up to `count` queued samples (of one purpose, if given), first in order first, to be streamed to `rank`."""
+    def lease(self, worker: str, count: int, rank: int, purpose: str | None = None,
+              call: LeaseCall = LeaseCall()) -> list[Lease]:
+        """Up to `count` queued samples (of one purpose, if given), first in order first, to be streamed to `rank`.
+
+        A worker that has nothing in hand gets suspects first, and few of them; one that has gets none.
+        """
         with self._transaction() as db:
+            deaths = self._deaths_of_next(db, not call.held, purpose)
             rows = db.execute(
-                "SELECT id, ordinal, attempt + 1, purpose FROM samples WHERE state = 'queued' "
-                "AND (?1 IS NULL OR purpose = ?1) ORDER BY ordinal LIMIT ?2", (purpose, count)).fetchall()
+                "SELECT id, ordinal, attempt + 1, purpose FROM samples LEFT JOIN deaths USING (id) WHERE state = 'queued' "
+                "AND (?1 IS NULL OR purpose = ?1) AND COALESCE(number, 0) = ?2 ORDER BY ordinal LIMIT ?3",
+                (purpose, deaths, part_of(count, deaths))).fetchall()
             db.executemany(
                 "UPDATE samples SET state = 'leased', attempt = ?, worker = ?, rank = ?, updated = ? WHERE id = ?",
                 [(row[2], worker, rank, time.time(), row[0]) for row in rows])
-        return [Lease(*row, rank) for row in rows]
+            if call.process and rows:
+                self._set_meta(db, f"lease {worker}", json.dumps(
+                    [call.process, call.number, deaths > 0, [(row[0], row[2]) for row in rows]]))
+        return [Lease(*row, rank, deaths > 0) for row in rows]
+
+    def leased_before(self, worker: str, call: LeaseCall) -> list[Lease] | None:
+        """What this very call was given when it came before, without what was taken back since; nothing when its worker has
+        called again meanwhile, so that nobody waits for this answer; None for a call that is new."""
+        known = self._meta(f"lease {worker}")
+        process, number, alone, given = json.loads(known) if known else ("", 0, False, [])
+        if not call.process or process != call.process or call.number > number:
+            return None
+        rows = [(self.get(id), attempt) for id, attempt in given if call.number == number]
+        return [Lease(row.id, row.ordinal, row.attempt, row.purpose, row.rank, alone) for row, attempt in rows
+                if (row.state, row.worker, row.attempt) == ("leased", worker, attempt)]
 
     def streamed(self, deliveries: Iterable[tuple[str, int, int]]) -> dict[str, int]:
         """A trainer holds these (id, attempt, tokens). Returns those it may train, with the passes already trained;
@@ -111,6 +113,7 @@ class Ledger(LedgerFile):
                 if row.state in ("leased", "queued"):
                     db.execute("UPDATE samples SET state = 'streamed', tokens = ?, updated = ? WHERE id = ?",
                                (tokens, time.time(), id))
+                    self._acquit(db, id)
                     accepted[id] = row.passes
                 elif row.state == "streamed":
                     self._count(db, "duplicates")
@@ -190,6 +193,7 @@ class Ledger(LedgerFile):
             else:
                 db.execute("UPDATE samples SET state = 'rejected', reason = ?, detail = ?, updated = ? WHERE id = ?",
                            (reason, detail, time.time(), id))
+                self._acquit(db, id)
         return True
 
     def requeue_worker(self, worker: str) -> int:
@@ -255,72 +259,23 @@ class Ledger(LedgerFile):
         db.execute(f"DELETE FROM passes WHERE id IN (SELECT id FROM samples WHERE {settled})", (before,))
         db.execute(f"DELETE FROM samples WHERE {settled}", (before,))
 
-    def _folded(self, kind: str) -> dict[str, int]:
-        """Counts of forgotten samples by what follows `kind` in their key."""
-        prefix = f"folded {kind} "
-        rows = self._db.execute("SELECT key, value FROM meta WHERE key GLOB ?", (prefix + "*",)).fetchall()
-        return {key.removeprefix(prefix): int(value) for key, value in rows}
-
-    # Reading
-
-    def get(self, id: str) -> SampleRow:
-        """Raises KeyError for an unknown id."""
-        with self._lock:
-            return self._row(self._db, id)
-
-    def rows(self, state: str, limit: int = 1_000_000) -> list[SampleRow]:
-        """Samples in a state, in order."""
-        with self._lock:
-            rows = self._db.execute("SELECT * FROM samples WHERE state = ? ORDER BY ordinal LIMIT ?", (state, limit))
-            return [SampleRow(*row) for row in rows]
-
-    def account(self, purpose: str = "train") -> dict[str, int]:
-        """Samples of a purpose by state, and `all` of them; the states always sum to `all`."""
-        with self._lock:
-            found = dict(self._db.execute("SELECT state, COUNT(*) FROM samples WHERE purpose = ? GROUP BY state",
-                                          (purpose,)))
-            total = self._db.execute("SELECT COUNT(*) FROM samples WHERE purpose = ?", (purpose,)).fetchone()[0]
-            for key, count in self._folded(purpose).items():
-                state = key.partition(" ")[0]
-                found[state] = found.get(state, 0) + count
-                total += count
-        return {state: found.get(state, 0) for state in STATES} | {"all": total}
-
-    def backlog(self) -> dict[int, int]:
-        """Training samples on their way to, or held by, each trainer rank and not yet trained; ranks with none left out."""
-        with self._lock:
-            return dict(self._db.execute("SELECT rank, COUNT(*) FROM samples WHERE state IN ('leased', 'streamed') "
-                                         "AND purpose = 'train' GROUP BY rank"))
-
-    def reasons(self) -> dict[str, int]:
-        """Rejected samples by reason, most frequent first."""
-        with self._lock:
-            found = Counter(dict(self._db.execute(
-                "SELECT reason, COUNT(*) FROM samples WHERE state = 'rejected' GROUP BY reason ORDER BY reason")))
-            found.update(self._folded("traffic rejected"))
-        return dict(found.most_common())
-
-    def ignored(self) -> dict[str, int]:
-        """Reports that changed nothing: `stale` (of an attempt that is over) and `duplicates` (repeated)."""
-        return {name: int(self._meta(name, "0")) for name in ("stale", "duplicates")}
-
-    def checkpoint_step(self) -> int:
-        """Step of the newest checkpoint that samples count as durable by; 0 before the first."""
-        return int(self._meta("checkpoint_step", "0"))
-
     # Versions and events
 
-    def add_version(self, version: int, step: int, samples: int, parent: int | None, predicted: float | None) -> None:
-        """A drafter was exported. Repeating the report does nothing; IllegalTransition when the number is another's."""
+    def add_version(self, version: int, step: int, samples: int, parent: int | None, predicted: float | None,
+                    text: str | None = None, data: dict | None = None) -> None:
+        """A drafter was exported; with `text` and `data`, an `exported` event says so. Repeating the report does nothing
+        more; IllegalTransition when the number is another's."""
         with self._transaction() as db:
             known = db.execute("SELECT step, samples, parent, predicted FROM versions WHERE version = ?", (version,)).fetchone()
-            if known == (step, samples, parent, predicted):
+            if known is None:
+                db.execute("INSERT INTO versions VALUES (?,?,?,?,?,'exported',NULL,?)",
+                           (version, step, samples, parent, predicted, time.time()))
+            elif known == (step, samples, parent, predicted):
                 self._count(db, "duplicates")
-                return
-            if known is not None:
+            else:
                 raise IllegalTransition(f"drafter version {version} exists already")
-            db.execute("INSERT INTO versions VALUES (?,?,?,?,?,'exported',NULL,?)",
-                       (version, step, samples, parent, predicted, time.time()))
+            if text is not None and not self.history(1, "exported", version):
+                self._tell(db, "exported", text, version, None, data)
 
     def set_version_state(self, version: int, state: str, reason: str | None = None) -> None:
         if state not in VERSION_STATES:
@@ -331,36 +286,15 @@ class Ledger(LedgerFile):
             if not changed:
                 raise IllegalTransition(f"drafter version {version} is not in the ledger")
 
-    def versions(self) -> list[dict]:
-        """Every drafter version, oldest first, as dicts with the table's columns."""
-        return self._dicts("SELECT * FROM versions ORDER BY version")
-
     def add_event(self, kind: str, text: str, version: int | None = None, replica: str | None = None,
                   data: dict | None = None) -> None:
         with self._transaction() as db:
-            db.execute("INSERT INTO events VALUES (?,?,?,?,?,?)", (
-                time.time(), kind, version, replica, text, None if data is None else json.dumps(data)))
+            self._tell(db, kind, text, version, replica, data)
 
-    def history(self, limit: int = 1000, kind: str | None = None, version: int | None = None) -> list[dict]:
-        """The newest events (of one kind, about one version, if given), oldest first; `data` is a dict or None."""
-        events = self._dicts("SELECT * FROM (SELECT rowid AS number, * FROM events WHERE (?1 IS NULL OR kind = ?1) "
-                             "AND (?2 IS NULL OR version = ?2) ORDER BY rowid DESC LIMIT ?3) ORDER BY number",
-                             (kind, version, limit))
-        return [event | {"data": event["data"] and json.loads(event["data"])} for event in events]
-
-    def served(self) -> tuple[int | None, int | None]:
-        """The version that serves by the order of events, and the one before it that a rollback goes back to: after a rollback
-        there is none until another version is promoted."""
-        serving = before = None
-        for row in self._dicts("SELECT kind, version FROM events WHERE kind IN ('promoted', 'rolled_back') ORDER BY rowid"):
-            promoted, version = row["kind"] == "promoted", row["version"]
-            if promoted and version != serving:
-                serving, before = version, serving
-            elif not promoted and version == serving:
-                serving, before = before, None
-            elif not promoted and version == before:
-                before = None
-        return serving, before
+    def _tell(self, db: sqlite3.Connection, kind: str, text: str, version: int | None, replica: str | None,
+              data: dict | None) -> None:
+        db.execute("INSERT INTO events VALUES (?,?,?,?,?,?)", (
+            time.time(), kind, version, replica, text, None if data is None else json.dumps(data)))
 
     def _current(self, db: sqlite3.Connection, id: str, attempt: int) -> SampleRow | None:
         """The sample, or None (and counted) when `attempt` is over. Raises for what was never leased."""
@@ -374,9 +308,3 @@ class Ledger(LedgerFile):
             self._count(db, "stale")
             return None
         return row
-
-    def _row(self, db: sqlite3.Connection, id: str) -> SampleRow:
-        row = db.execute("SELECT * FROM samples WHERE id = ?", (id,)).fetchone()
-        if row is None:
-            raise KeyError(id)
-        return SampleRow(*row)

@@ -30,6 +30,8 @@ CREATE TABLE events(
     time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, replica TEXT, text TEXT NOT NULL, data TEXT);
 CREATE INDEX events_by_kind ON events(kind);
 """
+LATER_TABLE = "CREATE TABLE IF NOT EXISTS deaths(id TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
+"""Not in every ledger of this schema: it came later, and programs that do not know it can do without."""
 
 
 class LedgerFile:
@@ -113,6 +115,7 @@ class LedgerFile:
             with self._transaction() as db:
                 for statement in TABLES.split(";")[:-1]:
                     db.execute(statement)
+                db.execute(LATER_TABLE)
                 db.execute("INSERT INTO meta VALUES ('schema', ?), ('reuse', ?)", (str(SCHEMA_VERSION), str(reuse)))
             return
         self._check_schema()
@@ -120,6 +123,8 @@ class LedgerFile:
         if recorded != reuse:
             raise UserError(f"ledger {self.path}: the run was started with trainer.reuse={recorded}, now it is {reuse}"
                             "; resume with the first value or start a run with another name")
+        with self._transaction() as db:
+            db.execute(LATER_TABLE)
 
     def _check_schema(self) -> None:
         try:
@@ -137,7 +142,7 @@ class LedgerFile:
             row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return missing if row is None else row[0]
 
-    def _set_meta(self, db: sqlite3.Connection, key: str, value: int) -> None:
+    def _set_meta(self, db: sqlite3.Connection, key: str, value: int | str) -> None:
         db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, str(value)))
 
     def _count(self, db: sqlite3.Connection, key: str) -> None:

@@ -50,7 +50,26 @@ def make_optimizers(module: nn.Module, options: TrainerConfig) -> list[Optimizer
         optimizers.append(torch.optim.Muon(
             [{"params": matrices, "lr_scale": 1.0}], options.learning_rate, weight_decay=options.weight_decay,
             adjust_lr_fn="match_rms_adamw"))
+    for optimizer in optimizers:
+        _fill_state(optimizer)
     return optimizers
+
+
+def _fill_state(optimizer: Optimizer) -> None:
+    """Give an optimizer the state that it has before its first step. torch's checkpoint functions would else make it by a
+    step without a gradient that counts: the first real one would be corrected as the second, and be too small."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
 
 
 def _is_matrix(name: str, parameter: torch.Tensor) -> bool:

@@ -68,13 +68,14 @@ def supervised(sample: Sample, which: str) -> Sample:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a receiver takes: everything else is refused with a reason."""
+    """What a receiver takes: everything else is refused with a reason. `vocab_size`: of the target; None: any token id."""
 
     fingerprint: str
     layer_ids: tuple[int, ...]
     dtype: torch.dtype
     hidden_size: int
     max_tokens: int
+    vocab_size: int | None = None
 
     def max_sample_bytes(self) -> int:
         """Bytes of the longest sample, labels included."""
@@ -82,7 +83,7 @@ class Expectation:
         return self.max_tokens * (states + 8) + 65536
 
     def check(self, sample: Sample) -> None:
-        """Raises SampleError, kind `mismatch`, naming the first field that differs, or `too_long`."""
+        """Raises SampleError, kind `mismatch`, naming the first field that differs, `too_long` or `token`."""
         for name, found, wanted in (("target", sample.fingerprint, self.fingerprint),
                                     ("layer ids", tuple(sample.layer_ids), tuple(self.layer_ids)),
                                     ("dtype", sample.aux.dtype, self.dtype),
@@ -91,6 +92,8 @@ class Expectation:
                 raise SampleError("mismatch", f"{name} is {found}, this receiver takes {wanted}")
         if sample.tokens > self.max_tokens:
             raise SampleError("too_long", f"{sample.tokens} tokens, this receiver takes {self.max_tokens}")
+        if self.vocab_size is not None and (highest := int(np.maximum.reduce(sample.token_ids.numpy()))) >= self.vocab_size:
+            raise SampleError("token", f"token id {highest} is outside the target's vocabulary of {self.vocab_size}")
 
 
 def check_sample(sample: Sample) -> None:

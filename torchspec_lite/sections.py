@@ -64,7 +64,8 @@ class CaptureConfig(Section):
     workers: int = Field(default=1, ge=1)
     """Target workers, each a Ray actor with its own frozen engine."""
     layer_ids: list[int] | None = None
-    """Residual streams to capture, id i = the stream entering layer i. None: 2, N//2, N-3 (from 7 layers)."""
+    """Residual streams to capture, id i = the stream entering layer i. None: those of the drafter that the run starts from,
+    else 2, N//2, N-3 (from 7 layers)."""
     max_num_seqs: int = Field(default=16, ge=1)
     """Conversations an engine works on at once."""
     max_num_batched_tokens: int = Field(default=2048, ge=32)

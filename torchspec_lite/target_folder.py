@@ -26,6 +26,8 @@ END_OF_TURN = "<|im_end|>"
 WAIT_S = 900
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_COPIES = ["original/*", "metal/*"]
+"""The weights once more, for other programs (Meta's Llama, OpenAI's gpt-oss)."""
 
 
 def cache_dir() -> Path:
@@ -33,8 +35,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("TORCHSPEC_LITE_CACHE") or "~/.cache/torchspec-lite").expanduser().absolute()
 
 
-def resolve_target(name: str) -> Path:
-    """The folder of `target.model`: a folder as it is, `smollm2` made once from its package, a hub name downloaded.
+def resolve_target(name: str, trust_remote_code: bool = False) -> Path:
+    """The folder of `target.model`: a folder as it is, `smollm2` made once from its package, a hub name downloaded, its own
+    Python code only with `trust_remote_code`.
 
     Raises UserError when there is no such folder or it cannot be got. Only `smollm2` and hub names use the network.
     """
@@ -44,7 +47,7 @@ def resolve_target(name: str) -> Path:
     if name and folder.is_dir():
         return folder.resolve()
     if HUB_NAME.fullmatch(name):
-        return _download(name)
+        return _download(name, trust_remote_code)
     raise UserError(f"target.model: no folder {name}; give a Hugging Face model folder, a hub name such as "
                     f"org/model, or `{SMOLLM2}`")
 
@@ -142,12 +145,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, trust_remote_code: bool) -> Path:
     # Imported here: the hub is needed for hub names only.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES + ["*.py"] * trust_remote_code, ignore_patterns=HUB_COPIES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(f"target.model: {name} is no folder here and cannot be downloaded from the hub "
                         f"({_first_line(error)}); check the name and the network, log in with `hf auth login` if the "

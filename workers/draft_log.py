@@ -4,6 +4,8 @@ from collections import deque
 
 import torch
 
+from workers.answer import answered
+
 MAX_ROUNDS = 1 << 16
 
 
@@ -18,6 +20,7 @@ class DraftLog:
     draft_plain: object | None = None
     drafting_plain: object | None = None
 
+    @answered
     def draft_log_start(self) -> None:
         """Log from the next round on. The newest 65,536 rounds are kept."""
         self.draft_rounds = deque(maxlen=MAX_ROUNDS)
@@ -27,6 +30,7 @@ class DraftLog:
             self.draft_plain = proposer.propose
             proposer.propose = wrap(proposer.propose)
 
+    @answered
     def draft_log_take(self) -> list[tuple[str, int, int, list[int]]]:
         """Stop logging; return the rounds as (request id, known tokens n, the n-th token, drafted ids).
 
@@ -46,7 +50,8 @@ class DraftLog:
 
         While it is off the engine decodes one token a step and the drafter's keys and values get no rows: requests
         running across the switch draft worse until they end, and cached prefixes do too until `reset_prefix_cache`.
-        Only runner V1 without asynchronous scheduling can: elsewhere the scheduler has counted on drafts beforehand.
+        Only runner V1 without asynchronous scheduling can: elsewhere the scheduler has counted on drafts beforehand. A plain
+        answer, since nothing in it can fail on one rank and not on another.
         """
         runner = self.model_runner
         if not self._is_v1() or runner.use_async_scheduling:
@@ -91,7 +96,7 @@ class DraftLog:
             rows = input_batch.idx_mapping[:count]
             known = (input_batch.seq_lens[:count] - num_rejected[:count] + 1).tolist()
             newest = torch.where(num_sampled[:count] > 0, last_sampled[rows].view(-1),
-                                 next_prefill_tokens[rows].view(-1)).tolist()
+                                 next_prefill_tokens[0, rows]).tolist()  # [lookahead, requests]
             for row in zip(input_batch.req_ids, known, newest, drafted[:count].tolist()):
                 self.draft_rounds.append(row)
             return drafted

@@ -37,10 +37,10 @@ class Group:
         """`store` None with one rank. Raises torch's DistStoreError when a rank stays away for GROUP_TIMEOUT_S."""
         self.rank, self.ranks = rank, ranks
         if ranks > 1:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks,
-                                    timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
+            limit = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             # Decisions are small and on the CPU whatever carries the gradients.
-            self.decisions = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+            self.decisions = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small CPU tensor over ranks."""

@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu.spec_decode.eagle import utils as v2_eagle
 
 from torchspec_lite.export import verify
+from workers.answer import answered
 from workers.cpu_sampling import mend_cpu_sampling
 from workers.draft_log import DraftLog
 from workers.parent import end_with_parent
@@ -32,21 +33,6 @@ from workers.serving_capture import ServingCapture
 from workers.tap import prepare_runners
 
 DESCRIPTIVE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-
-
-def answered(method):
-    """Turn a method's result or error into an answer that every rank gives.
-
-    With tensor parallelism an exception in one rank would leave the other ranks' answers unread in vLLM's queues, and
-    each later call would get the answer of the one before.
-    """
-    @functools.wraps(method)
-    def answer(self, *args):
-        try:
-            return {"ok": True, "value": method(self, *args)}
-        except Exception as error:
-            return {"ok": False, "error": f"rank {self.rank}: {type(error).__name__}: {error}"}
-    return answer
 
 
 class DrafterSwap:

@@ -1,7 +1,11 @@
 """A worker's line to the coordinator: calls with a limit, and tellings that are not waited for until it matters."""
 
+import asyncio
+
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
+
+from workers.death import DEATHS, death_in_words
 
 CALL_S = 120.0
 MOST_UNREAD = 256
@@ -28,9 +32,10 @@ class Link:
                 return ray.get(getattr(self.coordinator, method).remote(*args), timeout=CALL_S)
             except GetTimeoutError as error:
                 raise CoordinatorLost(f"{self.who} waited {CALL_S:.0f} s for the coordinator to answer {method}") from error
-            except RayActorError as error:
+            except DEATHS as error:
                 if attempt == RETRIES - 1:
-                    raise CoordinatorLost(f"{self.who} called {method}, but the coordinator is gone: {error}") from error
+                    raise CoordinatorLost(f"{self.who} called {method}, but the coordinator is gone: "
+                                          f"{death_in_words(error)}") from error
 
     def tell(self, method: str, *args) -> None:
         self.told.append(getattr(self.coordinator, method).remote(*args))
@@ -43,6 +48,16 @@ class Link:
             ray.get(told, timeout=CALL_S)
         except GetTimeoutError as error:
             raise CoordinatorLost(f"{self.who} waited {CALL_S:.0f} s for the coordinator to take {len(told)} messages") from error
+
+
+async def ask(coordinator, who: str, method: str, *args):
+    """`Link.call` for those who wait on an event loop. Raises CoordinatorLost after CALL_S."""
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await getattr(coordinator, method).remote(*args)
+    except TimeoutError:
+        # Not `from` it: behind it is the cancelled wait, which says nothing.
+        raise CoordinatorLost(f"{who} waited {CALL_S:.0f} s for the coordinator to answer {method}") from None
 
 
 class Awaited:

@@ -43,33 +43,55 @@ class AsyncCountingScheduler(_CountsUsers, AsyncScheduler):
     """With asynchronous scheduling, as on a GPU. Written from vLLM 0.32's source; it was not run."""
 
 
-class _DraftsWherePaying:
-    """Drafts only at loads where it pays, by the acceptance of the latest rounds (`serve.max_concurrency_for_speculation:
-    auto`).
+class _DraftsUpToLimit:
+    """Drafts up to a number of running requests (`serve.max_concurrency_for_speculation`), and whatever their number while
+    shadow prompts or probes run: these are there to be drafted for.
 
     It rewrites vLLM's own table of drafts by batch size, which vLLM reads once a step; so drafting resumes where it left
-    off, and the drafter's keys and values are written all the while. Shadow prompts and probes are there to be drafted for,
-    and always are.
+    off, and the drafter's keys and values are written all the while.
     """
 
     def __init__(self, vllm_config, *args, **options):
         super().__init__(vllm_config, *args, **options)
-        self.paying = Paying({int(running): length for running, length in
-                              vllm_config.additional_config[BREAK_EVEN].items()})
+        self.configured = sum(count > 0 for count in self.dynamic_sd_lookup)
+
+    def limit(self) -> int | None:
+        """Up to how many requests this step shall draft; None: whatever their number."""
+        return self.configured
 
     def schedule(self, *args, **options) -> SchedulerOutput:
-        most = self.paying.step()
+        most = self.limit()
         if most is None or any(0 < request.priority < SECOND_PRIORITY for request in self.running):
             most = len(self.dynamic_sd_lookup)
         self.dynamic_sd_lookup[:] = [self.num_spec_tokens if running <= most else 0
                                      for running in range(len(self.dynamic_sd_lookup))]
         return super().schedule(*args, **options)
 
+
+class _DraftsWherePaying(_DraftsUpToLimit):
+    """The limit is where drafting pays, by the acceptance of the latest rounds (`auto`)."""
+
+    def __init__(self, vllm_config, *args, **options):
+        super().__init__(vllm_config, *args, **options)
+        self.paying = Paying({int(running): length for running, length in
+                              vllm_config.additional_config[BREAK_EVEN].items()})
+
+    def limit(self) -> int | None:
+        return self.paying.step()
+
     def make_spec_decoding_stats(self, *args, num_draft_tokens: int, num_accepted_tokens: int, **options):
         if num_draft_tokens:
             self.paying.verified(num_accepted_tokens)
         return super().make_spec_decoding_stats(*args, num_draft_tokens=num_draft_tokens,
                                                 num_accepted_tokens=num_accepted_tokens, **options)
+
+
+class LimitedScheduler(_CountsUsers, _DraftsUpToLimit, Scheduler):
+    """Without asynchronous scheduling, as on a CPU."""
+
+
+class AsyncLimitedScheduler(_CountsUsers, _DraftsUpToLimit, AsyncScheduler):
+    """With asynchronous scheduling, as on a GPU. Written from vLLM 0.32's source; it was not run."""
 
 
 class ServingScheduler(_CountsUsers, _DraftsWherePaying, Scheduler):

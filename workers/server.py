@@ -23,6 +23,7 @@ from torchspec_lite.config import Config, ServeConfig
 from torchspec_lite.errors import UserError
 from torchspec_lite.export import MANIFEST, verify
 from torchspec_lite.target import describe
+from workers.answer import values_of
 from workers.api_key import NeedsKey
 from workers.capture_settings import CaptureSettings, capture_settings
 from workers.consent import AsksConsent, Sampling
@@ -45,7 +46,8 @@ class Replica:
     `app` is the ASGI application: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics, … of vLLM.
     """
 
-    def __init__(self, engine: AsyncLLM, app: FastAPI, counter: DraftCounter, name: str, target_fingerprint: str):
+    def __init__(self, engine: AsyncLLM, app: FastAPI, counter: DraftCounter, name: str, target_fingerprint: str,
+                 max_num_seqs: int):
         self.engine = engine
         self.app = app
         self.counter = counter
@@ -59,6 +61,8 @@ class Replica:
         self.capture_settings: CaptureSettings | None = None
         self.sampling = Sampling(0.0, False, 0.0)
         self._changing = asyncio.Lock()
+        # vLLM gives a seat to whoever is next in line and takes it back from nobody: what the pool asks of itself leaves half.
+        self._seats = asyncio.Semaphore(max(1, max_num_seqs // 2))
         self._metrics = DraftMetrics(counter, name)
         self._keys = tempfile.TemporaryDirectory(prefix="torchspec-lite-keys-")
 
@@ -83,7 +87,7 @@ class Replica:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[lambda vllm_config, index: counter])
         model_name = config.serve.model_name or target.name
         app = await _openai_app(engine, args, model_name, api_key, opt_out_key)
-        replica = cls(engine, app, counter, name, target.fingerprint)
+        replica = cls(engine, app, counter, name, target.fingerprint, config.serve.max_num_seqs)
         replica.capture_settings = capture_settings(config, name, target, 0.0)
         if config.traffic.fraction:
             traffic = config.traffic
@@ -138,11 +142,11 @@ class Replica:
         of those tokens were known, the drafter proposed these for the places after them.
         """
         async with self._changing:
-            await self._all_ranks_plain("draft_log_start")
+            await self._all_ranks("draft_log_start")
             try:
                 answers = await self._generate(prompts, max_tokens, priority=LOW_PRIORITY)
             finally:
-                logs = await self._all_ranks_plain("draft_log_take")
+                logs = await self._all_ranks("draft_log_take")
         found = []
         for prompt, (request_id, output) in zip(prompts, answers, strict=True):
             token_ids = [*prompt, *output.token_ids]
@@ -152,7 +156,8 @@ class Replica:
         return found
 
     async def shadow(self, prompts: list[list[int]], max_tokens: int) -> list[dict]:
-        """Answer prompts (token ids) greedily at low priority, behind all real requests, to have rounds to compare.
+        """Answer prompts (token ids) greedily at low priority, behind all real requests, to have rounds to compare. They
+        take at most half of the engine's seats, so that a user's request finds one.
 
         Returns per prompt {drafts, accepted, per_position}, by vLLM's own count for that request.
         """
@@ -161,7 +166,7 @@ class Replica:
 
     async def capture(self, receivers: list[ReceiverAddress]) -> None:
         """Stream the states of sampled requests to these receivers, one a trainer rank, from the next request on."""
-        await self._all_ranks_plain("capture_on", asdict(self.capture_settings), written_down(receivers, self._keys.name))
+        await self._all_ranks("capture_on", asdict(self.capture_settings), written_down(receivers, self._keys.name))
 
     def recent_prompts(self, count: int) -> list[list[int]]:
         """Token ids of the prompts sampled last that are not too old, newest first; they are in memory only."""
@@ -178,7 +183,7 @@ class Replica:
         The driver asks at every report, so no prompt outlives `traffic.max_age_s` by more than a report's interval.
         """
         self.sampling.forget_old()
-        found = next((values for values in await self._all_ranks_plain("capture_stats") if values), {})
+        found = next((found for found in await self._all_ranks("capture_stats") if found), {})
         return {"replica": self.name, "requests": self.sampling.requests, "excluded": self.sampling.excluded, **found}
 
     async def set_drafting(self, enabled: bool) -> bool:
@@ -210,10 +215,11 @@ class Replica:
 
         async def answer(prompt):
             request_id = f"{self.name}-{uuid.uuid4().hex}"
-            async for output in self.engine.generate({"prompt_token_ids": prompt}, params, request_id,
-                                                     priority=priority):
-                if output.finished:
-                    return request_id, output.outputs[0]
+            async with self._seats:
+                async for output in self.engine.generate({"prompt_token_ids": prompt}, params, request_id,
+                                                         priority=priority):
+                    if output.finished:
+                        return request_id, output.outputs[0]
             raise RuntimeError(f"replica {self.name}: vLLM ended request {request_id} without an answer")
 
         return await asyncio.gather(*(answer(prompt) for prompt in prompts))
@@ -225,12 +231,8 @@ class Replica:
             raise SwapRefused(stage, str(error)) from error
 
     async def _all_ranks(self, method: str, *args) -> list:
-        """Call an answering method (`hot_swap.answered`) on every rank; raises RuntimeError if any rank failed."""
-        answers = await self._all_ranks_plain(method, *args)
-        errors = [answer["error"] for answer in answers if not answer["ok"]]
-        if errors:
-            raise RuntimeError("; ".join(errors))
-        return [answer["value"] for answer in answers]
+        """Call an answering method (`workers.answer`) on every rank; raises RuntimeError if any rank failed."""
+        return values_of(await self._all_ranks_plain(method, *args))
 
     async def _all_ranks_plain(self, method: str, *args) -> list:
         try:
@@ -269,10 +271,13 @@ def speculative_config(serve: ServeConfig, version_dir: str) -> dict:
 
 
 def _scheduler(serve: ServeConfig, second_answers: bool) -> dict:
-    """The scheduler that switches drafting by itself, where that is asked for and there is anything to switch; where
-    second answers are given, one that does not count their rounds."""
-    if serve.max_concurrency_for_speculation == "auto" and serve.max_num_seqs > 1:
+    """The scheduler that stops drafting above a number of requests, but for shadow prompts and probes, where that is asked
+    for and there is anything to switch; where second answers are given, one that does not count their rounds."""
+    most = serve.max_concurrency_for_speculation
+    if most == "auto" and serve.max_num_seqs > 1:
         kind = "ServingScheduler"
+    elif isinstance(most, int) and most < serve.max_num_seqs:
+        kind = "LimitedScheduler"
     elif second_answers:
         kind = "CountingScheduler"
     else:

@@ -2,9 +2,11 @@
 
 `workers.tap` hands over what each engine step computes for sampled requests. When one ends, a thread of its own makes a
 sample of it and sends it; the engine never waits for that: while more than `budget_bytes` wait, further requests are not
-captured, and counted.
+captured, and counted. An engine outlives the run that asked for this (`serve.external`), so it stops by itself when the
+trainers are gone.
 """
 
+import logging
 import queue
 import random
 import threading
@@ -18,9 +20,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from torchspec_lite.errors import UserError
 from torchspec_lite.keys import load_keys
 from torchspec_lite.sample import Sample, SampleError
-from torchspec_lite.stream import Sender, StreamError
+from torchspec_lite.stream import Sender, StreamError, StreamTimeout
 from torchspec_lite.target import describe
 from torchspec_lite.traffic import FIRST_ANSWER, SECOND_ANSWER, Allowance, Sieve, Taken, TrafficStats, Trail
+from workers.answer import answered
 from workers.capture_settings import CaptureSettings
 from workers.tap import SETTING, prepared
 
@@ -30,50 +33,71 @@ SECOND = "second"
 """The mark of a second answer (`workers.second_answers`), which is captured too."""
 NO = frozenset({"false", "0", "no", "off"})
 CLOSE_WAIT_S = 10.0
+log = logging.getLogger(__name__)
 
 
 class ServingCapture:
-    """Methods for `collective_rpc`; all ranks take the tap, the first one has the senders."""
+    """Methods for `collective_rpc`; all ranks take the tap, the first one has the senders. Each answers as
+    `workers.answer.answered` says."""
 
     capture_courier: "Courier | None" = None
 
-    def capture_on(self, settings: dict, receivers: list[tuple[str, str | None]]) -> str | None:
-        """Capture for these receivers, (endpoint, key file) of each trainer rank, from the next request on.
+    @answered
+    def capture_on(self, settings: dict, receivers: list[tuple[str, str | None]]) -> None:
+        """Capture for these receivers, (endpoint, key file) of each trainer rank, from the next request on. `settings`:
+        those of `CaptureSettings`.
 
-        Called again it goes on with the new ones; samples that waited for the old ones are lost, and counted. Returns the
-        fingerprint that samples bear; None on other ranks than the first.
+        Called again it goes on with the new ones; samples that waited for the old ones are lost, and counted. Refused
+        where the engine was not started for it, or serves another target than the settings name.
         """
         if not prepared(self.vllm_config):
             raise RuntimeError(f"this engine was not started for capture: its additional_config lacks {SETTING}")
-        stats = self.capture_off()
-        if get_tensor_model_parallel_rank() != 0:
-            return None
-        fingerprint = describe(self.model_config.model).fingerprint
         settings = CaptureSettings(**settings | {"layer_ids": tuple(settings["layer_ids"])})
-        self.capture_courier = Courier(settings, fingerprint, receivers, stats or TrafficStats())
-        self.model_runner.capture_tap.watcher = self.capture_courier
-        return fingerprint
+        self._check_target(settings.fingerprint)
+        stats = self._capture_off()
+        if get_tensor_model_parallel_rank() == 0:
+            self.capture_courier = Courier(settings, receivers, stats or TrafficStats())
+            self.model_runner.capture_tap.watcher = self.capture_courier
 
-    def capture_off(self) -> TrafficStats | None:
-        """Stop capturing, let go of all that waits; the counts so far."""
+    @answered
+    def capture_off(self) -> dict | None:
+        """Stop capturing, let go of all that waits; `TrafficStats.values()` so far, None where nothing was captured."""
+        stats = self._capture_off()
+        return None if stats is None else stats.values()
+
+    @answered
+    def capture_stats(self) -> dict | None:
+        """As `Courier.values`; None while nothing is captured, and on other ranks than the first."""
+        courier = self.capture_courier
+        return None if courier is None else courier.values()
+
+    def _capture_off(self) -> TrafficStats | None:
         if self.capture_courier is None:
             return None
         courier, self.capture_courier, self.model_runner.capture_tap.watcher = self.capture_courier, None, None
         courier.close()
         return courier.stats
 
-    def capture_stats(self) -> dict | None:
-        """`TrafficStats.values()` with {waiting_bytes, receivers}; None while nothing is captured, and on other ranks."""
-        courier = self.capture_courier
-        return None if courier is None else courier.values()
+    def _check_target(self, fingerprint: str) -> None:
+        """Refuse to name states after a target that this engine does not serve. A hub's name is taken at its word; a folder
+        may bear another name here, so only the digests count."""
+        served = Path(self.model_config.model)
+        if served.is_dir():
+            found = describe(served).fingerprint
+            if found.rpartition("@")[2] != fingerprint.rpartition("@")[2]:
+                raise RuntimeError(f"this engine serves {found}, the run trains for {fingerprint}")
 
 
 class Courier:
-    """Watches sampled requests, makes samples of those that end and sends them, shared out among the trainer ranks."""
+    """Watches sampled requests, makes samples of those that end and sends them, shared out among the trainer ranks.
 
-    def __init__(self, settings: CaptureSettings, fingerprint: str, receivers: list[tuple[str, str | None]],
-                 stats: TrafficStats):
-        self.settings, self.fingerprint, self.stats = settings, fingerprint, stats
+    It stops by itself, and lets go of all that waits, when a trainer rank turns it away or has not been there for
+    `max_age_s`: whoever would start it again may be gone too. Then `values` names no receivers, so that a driver that lives
+    asks for capture anew.
+    """
+
+    def __init__(self, settings: CaptureSettings, receivers: list[tuple[str, str | None]], stats: TrafficStats):
+        self.settings, self.stats = settings, stats
         self.receivers = receivers
         seed = random.SystemRandom().getrandbits(64)
         self.random, self.sieve = random.Random(seed), Sieve(settings.prefer_low, seed)
@@ -82,15 +106,17 @@ class Courier:
         self.waiting: queue.SimpleQueue[Trail | None] = queue.SimpleQueue()  # bounded in bytes by `started`
         self.waiting_bytes = 0
         self.lock = threading.Lock()
-        self.closing = False
+        self.over = threading.Event()
         self.senders = [self._sender(*receiver) for receiver in receivers]
         self.thread = threading.Thread(target=self._work, name="capture courier", daemon=True)
+        self.watch = threading.Thread(target=self._watch, args=(self.senders,), name="capture watch", daemon=True)
         self.thread.start()
+        self.watch.start()
 
     # The engine's side: quick, and never waits
 
     def started(self, request: str, prompt: list[int] | None, sampling) -> None:
-        if request in self.trails or prompt is None or sampling is None:
+        if self.over.is_set() or request in self.trails or prompt is None or sampling is None:
             return
         mark = (sampling.extra_args or {}).get(MARK)
         if mark is not None and str(mark).lower() in NO or mark is None and not self.random.random() < self.settings.fraction:
@@ -106,45 +132,51 @@ class Courier:
                 self.stats.left_out["over_rate"] += 1
                 return
         stops = {*(sampling.stop_token_ids or ()), *([] if sampling.eos_token_id is None else [sampling.eos_token_id])}
-        self.trails[request] = Trail(len(prompt), self.settings.longest, sampling.max_tokens, sampling.min_tokens,
-                                     frozenset(stops), second)
+        trail = Trail(len(prompt), self.settings.longest, sampling.max_tokens, sampling.min_tokens, frozenset(stops), second)
+        with self.lock:
+            if not self.over.is_set():
+                self.trails[request] = trail
 
     def watches(self, request: str) -> bool:
         return request in self.trails
 
     def add(self, request: str, piece) -> None:
-        trail = self.trails[request]
-        before = trail.nbytes
-        trail.add(piece)
         with self.lock:
+            trail = self.trails.get(request)
+            if trail is None:  # it was let go while this step ran
+                return
+            before = trail.nbytes
+            trail.add(piece)
             self.waiting_bytes += trail.nbytes - before
 
     def finished(self, request: str) -> None:
-        trail = self.trails.pop(request, None)
+        with self.lock:
+            trail = self.trails.pop(request, None)
         if trail is not None:
             self.waiting.put(trail)
 
-    # The thread's side
+    # The threads' side
 
     def _work(self) -> None:
         while (trail := self.waiting.get()) is not None:
             held = trail.nbytes
             try:
-                if self.closing:
+                if self.over.is_set():
                     self._leave_out("lost")
                 else:
                     self._deliver(trail)
             finally:
                 with self.lock:
                     self.waiting_bytes -= held
+            del trail  # else the text of the last request would stay until the next one ends
 
     def _deliver(self, trail: Trail) -> None:
-        taken = trail.finish()
-        reason = "no_answer" if taken is None else self.sieve.refuse(taken)
+        taken, senders = trail.finish(), self.senders
+        reason = "lost" if not senders else "no_answer" if taken is None else self.sieve.refuse(taken)
         if reason is None:
             try:
                 sample = self._sample(taken, trail.second)
-                self.senders[self.sieve.share(taken, len(self.senders))].send(sample)
+                senders[self.sieve.share(taken, len(senders))].send(sample)
                 with self.lock:
                     self.stats.sent += 1
                     self.stats.sent_tokens += sample.tokens
@@ -153,18 +185,49 @@ class Courier:
                 return
             except SampleError as error:
                 reason = error.kind
-            except (StreamError, UserError):
+            except (StreamTimeout, UserError):
                 reason = "stream"
+            except StreamError as error:  # for good
+                reason = "stream"
+                self._stop(str(error))
         self._leave_out(reason)
 
-    def _leave_out(self, reason: str, count: int = 1) -> None:
+    def _watch(self, senders: list[Sender]) -> None:
+        """Stop when a trainer rank has been away for too long, whether or not there is anything to send to it."""
+        heard = [time.monotonic()] * len(senders)
+        while not self.over.wait(min(self.settings.heartbeat_s, self.settings.max_age_s / 4)):
+            now = time.monotonic()
+            heard = [now if sender.stats().connected else at for sender, at in zip(senders, heard)]
+            away = [sender.endpoint for sender, at in zip(senders, heard) if now - at >= self.settings.max_age_s]
+            if away:
+                self._stop(f"no trainer has been at {', '.join(away)} for {self.settings.max_age_s:g} s")
+
+    def _stop(self, reason: str) -> None:
+        if self._let_go():
+            log.warning("served requests are captured no more: %s", reason)
+
+    def _let_go(self) -> bool:
+        """Capture nothing more and keep nothing; False when that is so already. What waits is counted as lost."""
         with self.lock:
-            self.stats.left_out[reason] += count
+            if self.over.is_set():
+                return False
+            self.over.set()
+            self.waiting_bytes -= sum(trail.nbytes for trail in self.trails.values())
+            self.stats.left_out["lost"] += len(self.trails)
+            self.trails.clear()
+            senders, self.senders, self.receivers = self.senders, [], []
+        for sender in senders:
+            sender.close()
+        return True
+
+    def _leave_out(self, reason: str) -> None:
+        with self.lock:
+            self.stats.left_out[reason] += 1
 
     def _sample(self, taken: Taken, second: bool) -> Sample:
         kind = SECOND_ANSWER if second else FIRST_ANSWER
         return Sample(id=f"{kind}{uuid.uuid4().hex}", attempt=1, ordinal=int(time.time() * 1000), purpose="traffic",
-                      fingerprint=self.fingerprint, layer_ids=self.settings.layer_ids, token_ids=taken.token_ids,
+                      fingerprint=self.settings.fingerprint, layer_ids=self.settings.layer_ids, token_ids=taken.token_ids,
                       mask=taken.mask, aux=taken.aux, last=taken.last)
 
     def _sender(self, endpoint: str, key_file: str | None) -> Sender:
@@ -174,6 +237,7 @@ class Courier:
                       settings.shared_memory)
 
     def values(self) -> dict:
+        """`TrafficStats.values()` with {waiting_bytes, receivers: endpoints, refused: kinds of reasons, senders}."""
         with self.lock:
             refused = {refusal.reason.partition(":")[0] for sender in self.senders for refusal in list(sender.refusals)}
             return self.stats.values() | {
@@ -182,10 +246,7 @@ class Courier:
 
     def close(self) -> None:
         """Stop; what has not been sent is let go and counted."""
-        self.closing = True
-        for sender in self.senders:
-            sender.close()
+        self._let_go()
         self.waiting.put(None)
-        self.thread.join(CLOSE_WAIT_S)
-        self._leave_out("lost", len(self.trails))
-        self.trails.clear()
+        for thread in (self.thread, self.watch):
+            thread.join(CLOSE_WAIT_S)

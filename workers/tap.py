@@ -2,8 +2,9 @@
 
 vLLM's runner keeps a step's hidden states between `execute_model` and `sample_tokens`; both are wrapped here, and the
 sampler in between, which says what drafts were accepted. One more layer than the drafter reads is captured, the one
-before the target's final norm; the tap takes it out of the drafter's sight again. Written from vllm/v1/worker/gpu_model_runner.py (V1) and vllm/v1/worker/gpu/model_runner.py (V2)
-of vLLM 0.32. V1 is tested on the CPU; V2, which needs a GPU, has not been run.
+before the target's final norm; the tap takes it out of the drafter's sight again. Written from
+vllm/v1/worker/gpu_model_runner.py (V1) and vllm/v1/worker/gpu/model_runner.py (V2) of vLLM 0.32. V1 is tested on the CPU;
+V2, which needs a GPU, has not been run: `tests/test_tap.py` holds the tap against a stand-in for it.
 """
 
 import functools
@@ -92,12 +93,14 @@ class Tap:
         self.watcher: Watcher | None = None
         self.sampled: torch.Tensor | None = None
         self.stream: torch.cuda.Stream | None = None
-        second = not hasattr(runner, "drafter")
-        self._rows = self._rows_v2 if second else self._rows_v1
-        self.sampler = "sample" if second else "_sample"
+        self.second = not hasattr(runner, "drafter")
+        self._rows = self._rows_v2 if self.second else self._rows_v1
+        self.sampler = "sample" if self.second else "_sample"
         self.plain = runner.execute_model, runner.sample_tokens, getattr(runner, self.sampler)
         runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
         setattr(runner, self.sampler, self._sample)
+        if self.second and runner.speculator is not None:  # the last pipeline stage has one
+            self.propose, runner.speculator.propose = runner.speculator.propose, self._propose
 
     def _execute_model(self, scheduler_output, *args, **options):
         if self.watcher is not None:
@@ -111,17 +114,26 @@ class Tap:
 
     def _sample(self, *args, **options):
         result = self.plain[2](*args, **options)
-        # V2 gives (sampler output, number sampled, number rejected).
-        self.sampled = (result[0] if isinstance(result, tuple) else result).sampled_token_ids
+        if self.watcher is not None:
+            self.sampled = _came_out(result)
         return result
+
+    def _propose(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, *args, **options):
+        """V2 asks for drafts at its dummy runs too, at every start, and not only in `sample_tokens`."""
+        return self.propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, self._drafters(aux_hidden_states),
+                            *args, **options)
+
+    def _drafters(self, states: list[torch.Tensor] | None) -> list[torch.Tensor] | None:
+        """Of the captured layers' states those that the drafter reads."""
+        return states if self.own_layer or not states else states[:-1]
 
     def _sample_tokens(self, *args, **options):
         state, rows = self.runner.execute_model_state, None
         if state is not None and state.aux_hidden_states:
             if self.watcher is not None:
                 rows = self._rows(state)
-            if not self.own_layer:
-                self.runner.execute_model_state = state._replace(aux_hidden_states=state.aux_hidden_states[:-1])
+            if not self.second:  # V1 drafts nowhere else, and its dummy runs make states of their own
+                self.runner.execute_model_state = state._replace(aux_hidden_states=self._drafters(state.aux_hidden_states))
         result = self.plain[1](*args, **options)
         for place, request, first, tokens, states, drafted in rows or ():
             sampled = self.sampled[place]
@@ -169,6 +181,19 @@ class Tap:
                 copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
             event = self.stream.record_event()
         return copies, event.synchronize
+
+
+def _came_out(result) -> torch.Tensor:
+    """Tokens that a step's sampling yielded, [requests, k + 1], -1 for what was rejected.
+
+    V1 fills these places itself. V2 gives (sampler output, number sampled, number rejected) and leaves whatever the memory
+    held in the places past the number sampled.
+    """
+    if not isinstance(result, tuple):
+        return result.sampled_token_ids
+    tokens, count = result[0].sampled_token_ids, result[1]
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(places < count[:, None], tokens, -1)
 
 
 def _nothing() -> None:

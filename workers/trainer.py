@@ -1,33 +1,33 @@
 """One trainer rank: samples in from the stream, optimizer steps, drafter versions out."""
 
+import math
 import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
 
 from torchspec_lite import checkpoint
 from torchspec_lite.acceptance import Prediction, predict
-from torchspec_lite.chat import load_tokenizer
 from torchspec_lite.config import Config
-from torchspec_lite.drafter import Drafter, init_drafter
-from torchspec_lite.export import export, load_drafter, versions
+from torchspec_lite.drafter import Drafter
 from torchspec_lite.learner import Learner, StepResult
-from torchspec_lite.parity import make_probe
 from torchspec_lite.reuse import Entry, ReuseBuffer
 from torchspec_lite.sample import DTYPES, Expectation, Sample, supervised
-from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.snapshot import Buffer
+from torchspec_lite.starting_point import check_goes_on, layer_ids
+from torchspec_lite.stream import Receiver, StreamTimeout
 from torchspec_lite.target import TargetInfo, load_head
 from torchspec_lite.teacher import TeacherStatistics, teacher_statistics
-from torchspec_lite.vocab import choose_draft_vocab, coverage
+from workers.first_drafter import choose_vocabulary, deciding_samples, fresh_drafter, given_drafter
 from workers.group import Group
 from workers.phases import Phases
-from workers.reports import Export, TrainerReport
-from workers.served import Look, ServedTraffic
+from workers.publisher import Publisher
+from workers.reports import TrainerReport
+from workers.served import ServedTraffic
 from workers.trace import Trace
 from workers.traffic_intake import TrafficIntake
 
-KEEP_CHECKPOINTS = 3
 FILL_WAIT_S = 2.0
 """Longest wait for a sample before the coordinator is asked whether more will come."""
 SERVED_WAIT_S = 0.2
@@ -35,8 +35,8 @@ SERVED_WAIT_S = 0.2
 FEW_BATCHES = 4
 """Steps' worth of served samples to draw from at the least: users will not wait until there are more."""
 FEW_S = 10.0
-"""With served traffic, a step of fewer samples than wished for is taken after this long, so that ranks meet."""
-PROBES = 4
+"""Longest wait of a rank for samples before it meets the others, whose sums have a limit. With served traffic a step is then
+made of what there is, else of nothing."""
 
 
 class Trainer:
@@ -51,22 +51,22 @@ class Trainer:
         self.device = torch.device(device)
         self.run_dir = config.run_dir
         self.serving_dtype = DTYPES[config.target.dtype]
-        self.layer_ids = tuple(config.capture.layer_ids or info.default_layer_ids())
+        self.layer_ids = layer_ids(config, info)
         # Its product with the last state makes the target's distribution; the target itself computes it in this dtype.
         self.head = load_head(info, self.serving_dtype)
         self.device_head = self.head.to(self.device)
         self.buffer = ReuseBuffer(self.options.reuse, self.options.reuse_buffer_mib << 20, self.options.seed + rank,
                                   self.options.ordered)
         self.held_out: dict[str, tuple[Sample, TeacherStatistics]] = {}
+        self.publisher = Publisher(config, info, self.head, self.device_head, coordinator, self.held_out, self._predict_on)
         self.phases = Phases(traced=config.profile)
         self.receiver: Receiver | None = None
         self.served: ServedTraffic | None = None
         self.resting = False
         self.learner: Learner | None = None
         self.group: Group | None = None
-        self.version = 0
+        self.trace: Trace | None = None
         self.samples_done = 0
-        self.exported_step = -1
         self.stopping = self.time_is_up = False
         self.started: float | None = None
         self.trained_s = 0.0
@@ -90,13 +90,13 @@ class Trainer:
 
     def _expect(self) -> Expectation:
         return Expectation(self.info.fingerprint, self.layer_ids, self.serving_dtype, self.info.hidden_size,
-                           self.config.data.max_length)
+                           self.config.data.max_length, self.info.vocab_size)
 
     def train(self, group: Group) -> dict:
         """Train until no sample will come and each has had its passes, or the run's limit is reached.
 
         Returns {step, version, tokens, phases, trace}; `trace` is the file's path, None without one. A resumed run goes
-        on from its newest whole checkpoint.
+        on from its newest whole checkpoint. One that is stopped before it has a drafter leaves none: `version` is None.
         """
         self.group = group
         torch.manual_seed(self.options.seed)
@@ -105,21 +105,23 @@ class Trainer:
             self._restore(resumed)
         else:
             self._restored(0)
-            self._begin()
-        trace = Trace(self.run_dir / "profile") if self.config.profile and self.rank == 0 else None
-        try:
-            while self._step():
-                if trace is not None:
-                    trace.step()
-        finally:
-            if trace is not None:
-                trace.close()
-        if self.learner.step > self.exported_step:
-            self._publish()
+        if resumed is not None or self._begin():
+            self._train_steps()
         self.coordinator.settle()
-        return {"step": self.learner.step, "version": self.version, "tokens": self.learner.tokens,
-                "phases": self.phases.seconds,
-                "trace": None if trace is None or trace.path is None else str(trace.path)}
+        begun = self.learner is not None
+        return {"step": self.learner.step if begun else 0, "version": self.publisher.version if begun else None,
+                "tokens": self.learner.tokens if begun else 0, "phases": self.phases.seconds,
+                "trace": None if self.trace is None or self.trace.path is None else str(self.trace.path)}
+
+    def _train_steps(self) -> None:
+        """Steps to the end, and a last version."""
+        if self.config.profile and self.rank == 0:
+            self.trace = Trace(self.run_dir / "profile")
+        with nullcontext() if self.trace is None else closing(self.trace):
+            while self._step():
+                pass
+        if self.learner.step > self.publisher.step:
+            self._publish()
 
     def stop(self) -> None:
         """Finish the step in hand, publish and return from `train`, whatever still waits."""
@@ -136,59 +138,61 @@ class Trainer:
             self.coordinator.call("restored", step)
         self.group.sum(torch.zeros(1))  # none reports a sample before: it would be queued again all the same
 
-    def _begin(self) -> None:
-        """A fresh drafter, or the one to start from; its vocabulary is chosen from the first samples' tokens."""
+    def _begin(self) -> bool:
+        """Publish version 0, of a fresh drafter or the one to start from; False when the run is stopped before the samples
+        that decide a fresh one's vocabulary have come: its vocabulary is for good."""
         if self.config.drafter.init_from is not None:
-            drafter = load_drafter(Path(self.config.drafter.init_from), self.info, self.head)
+            drafter = given_drafter(self.config, self.info, self.head)
+        elif self._first_samples_came():
+            vocabulary = choose_vocabulary(self.config, self.info, (entry.sample for entry in self.buffer.entries.values()),
+                                           self.group, self.coordinator)
+            drafter = fresh_drafter(self.config, self.info, self.head, self.layer_ids, vocabulary)
         else:
-            generator = torch.Generator().manual_seed(self.options.seed)
-            drafter = init_drafter(self.info, self.head, self.config.drafter, self._choose_vocabulary(), generator,
-                                   self.layer_ids)
+            return False
         drafter = drafter.to(self.device)
         self.group.same_weights(drafter)
         self.learner = Learner(drafter, self.device_head, self.options, self.group)
         self._publish()
+        return True
 
     def _restore(self, path: Path) -> None:
         with self.phases.phase("restore"):
             state = checkpoint.read(path)
+            check_goes_on(path, state, self.config, self.info)
             drafter = Learner.empty_drafter(state.config, state.vocabulary())
             self.learner = Learner(drafter.to(self.device), self.device_head, self.options, self.group)
             self.learner.load(path)
         extra = state.extra
         self.samples_done, self.trained_s = extra["samples"], extra["trained_s"]
-        self.exported_step = self.learner.step
         self._restored(self.learner.step)
-        there = max(versions(self.run_dir / "drafters"), default=-1) if self.rank == 0 else 0
-        there = int(self.group.sum(torch.tensor([there]))[0])
-        self.version = max(there, extra["version"])  # there are more where the newest checkpoints were broken
-        if there < extra["version"]:  # the trainers ended between the checkpoint and its version
-            drafter = self.learner.exportable()
-            if drafter is not None and self.coordinator.call("find_export", self.version) is None:
-                self._export(drafter, self.version, None)
+        self.publisher.resume(self.learner, extra["version"], self.samples_done)
 
-    def _choose_vocabulary(self) -> torch.Tensor:
-        """Count what the target wrote in the run's first samples, over all ranks, in no order that matters."""
-        first = min(self.config.drafter.vocab_samples, self.config.data.max_prompts or self.config.drafter.vocab_samples)
+    def _first_samples_came(self) -> bool:
+        """Wait until all ranks hold those of the deciding samples that come; False when the run is stopped before."""
         with self.phases.phase("wait"):
-            while self.buffer.has_room():
-                self._fill(FILL_WAIT_S)
-                if self.coordinator.call("outstanding", first, self.rank) == 0 and not self._take_one(0.0):
-                    break
-        counts = torch.zeros(2, self.info.vocab_size, dtype=torch.int64)          # prompt's, answer's
-        for entry in self.buffer.entries.values():
-            if entry.sample.ordinal < first:
-                for kind in (0, 1):
-                    tokens = entry.sample.token_ids[entry.sample.mask == kind].long()
-                    counts[kind] += torch.bincount(tokens, minlength=self.info.vocab_size)
-        counts = self.group.sum(counts)
-        tokenizer = load_tokenizer(self.info.path, self.config.target.trust_remote_code)
-        chosen = choose_draft_vocab(counts[1], counts[0], self.config.drafter.draft_vocab_size,
-                                    [id for id in tokenizer.all_special_ids if id < self.info.vocab_size])
-        if self.rank == 0:
-            self.coordinator.tell("event", "vocabulary", f"{len(chosen)} draft tokens from {int(counts[1].sum())} written "
-                                  f"ones, of which they hold {coverage(counts[1], chosen):.1%}")
-        return chosen
+            waiting = 1
+            while waiting:
+                here = self._await_first(deciding_samples(self.config))
+                stopped = self.stopping or self.coordinator.call("stop_reason") is not None
+                waiting, stopped = self.group.sum(torch.tensor([not here, stopped], dtype=torch.int64)).tolist()
+                if stopped:
+                    return False
+        return True
+
+    def _await_first(self, first: int) -> bool:
+        """Whether no sample of a lower ordinal will come to this rank any more, or there is no room for one."""
+        until = self._deadline()
+        while self.buffer.has_room() and not self.stopping:
+            self._fill(FILL_WAIT_S)
+            if self.coordinator.call("outstanding", first, self.rank) == 0 and not self._take_one(0.0):
+                break
+            if time.monotonic() >= until:
+                return False
+        return True
+
+    def _deadline(self) -> float:
+        """When a rank that waits for samples meets the others; never where it is alone."""
+        return time.monotonic() + FEW_S if self.options.ranks > 1 else math.inf
 
     # One step
 
@@ -196,14 +200,16 @@ class Trainer:
         """One optimizer step over all ranks; False when there is nothing left anywhere."""
         with self.phases.phase("wait"):
             entries = self._next_entries()
+            too_few, entries = entries is None, entries or []
             # Ranks without samples take part with none, so nobody waits for them; the last one out ends it for all.
             # Rank 0's clock is everybody's: learning rates must not differ. So is its rest.
             mine = self._progress() if self.rank == 0 else 0.0
             resting = self.rank == 0 and self.served is not None and self.served.pace.resting
-            drawn, progress, open_ended, rest = self.group.sum(torch.tensor(
-                [len(entries), mine, not entries and self._may_get_more(), resting], dtype=torch.float64)).tolist()
+            drawn, progress, open_ended, rest, waiting = self.group.sum(torch.tensor(
+                [len(entries), mine, too_few or not entries and self._may_get_more(), resting, too_few],
+                dtype=torch.float64)).tolist()
             self.resting = rest > 0
-            if not drawn:
+            if waiting or not drawn:
                 return open_ended > 0
         result = self.learner.train([(supervised(entry.sample, self.options.supervise), entry.statistics)
                                      for entry in entries], progress, self.phases.phase)
@@ -213,25 +219,36 @@ class Trainer:
         self.coordinator.tell("trained", [(entry.sample.id, entry.sample.attempt) for entry in counted], self.learner.step)
         self.coordinator.tell("trainer_report", self._report(result))
         if self.learner.step % self.options.export_every == 0:
-            self._publish(if_worth_it=self.served is not None)
+            self._publish(if_worth_it=True)
+        if self.trace is not None:
+            self.trace.step()
         return not (self.options.max_steps and self.learner.step >= self.options.max_steps)
 
-    def _next_entries(self) -> list[Entry]:
-        """Samples of the next step: waits until there are enough tokens, or no more will come."""
+    def _next_entries(self) -> list[Entry] | None:
+        """Samples of the next step: waits until there are enough tokens, or no more will come. None on a rank of several that
+        has waited for long: no rank takes the step then, whose batch may still come, but none waits in a sum for ever."""
         if self.stopping:
             return []
         if self.served is not None:
             return self._mixed_entries()
-        enough = self.options.batch_tokens * (2 * self.options.reuse - 1)
-        self._fill(0.0)
-        while self.buffer.tokens < enough and self.buffer.has_room() and not self.stopping:
+        until = self._deadline()
+        if self.options.ranks == 1 or self.buffer.has_room():  # one that waits for others comes here again and again
+            self._fill(0.0)
+        while self._is_short():
             if not self._fill(FILL_WAIT_S) and self.coordinator.call("outstanding", None, self.rank) == 0 and not self._fill(0.0):
                 break
+            if time.monotonic() >= until and self._is_short():
+                return None
         drawn = self.buffer.draw(self.options.batch_tokens)
         while self._earlier_may_come(drawn) and not self.stopping:
             self._fill(FILL_WAIT_S)
             drawn = self.buffer.draw(self.options.batch_tokens)
         return drawn
+
+    def _is_short(self) -> bool:
+        """Whether the next step should wait for more tokens."""
+        enough = self.options.batch_tokens * (2 * self.options.reuse - 1)
+        return self.buffer.tokens < enough and self.buffer.has_room() and not self.stopping
 
     def _mixed_entries(self) -> list[Entry]:
         """The same where served traffic comes too, or what there is after a long wait; none while training rests. Each rank
@@ -300,7 +317,7 @@ class Trainer:
     def _teach(self, sample: Sample) -> TeacherStatistics:
         with self.phases.phase("teacher"):
             mask = supervised(sample, self.options.supervise).mask
-            known = teacher_statistics(sample.last.to(self.device), mask.to(self.device), self.device_head)
+            known = teacher_statistics(sample.last.to(self.device), mask.to(self.device), self.device_head, self.options.compile)
             return TeacherStatistics(known.lse.cpu(), known.argmax.cpu())
 
     def _tell_refusals(self) -> None:
@@ -340,53 +357,14 @@ class Trainer:
             reuse=Buffer(bytes=self.buffer.nbytes, budget_bytes=self.buffer.max_bytes, samples=len(self.buffer)))
 
     def _publish(self, if_worth_it: bool = False) -> None:
-        """A checkpoint, then a drafter version made of the same weights. Samples become durable between the two.
-
-        `if_worth_it`: no version when it is not predicted to be better on present traffic than the one that serves.
-        """
         with self.phases.phase("export"):
-            drafter = self.learner.exportable()
-            look = self.served.look(drafter) if if_worth_it and drafter is not None else None  # rank 0
-            unworthy, rest = self.group.sum(torch.tensor([
-                float(look is not None and look.decision != "export"), float(look is not None and look.decision == "rest")])).tolist()
-            if rest:  # what was learned since the last version was worth nothing
-                self.learner.restart(look and look.serving_drafter)
-            version = self.version + bool(self.learner.step and not unworthy)
-            # Every sample this step used must be in the ledger as trained before a checkpoint claims it.
-            self.coordinator.settle()
-            self.group.sum(torch.zeros(1))
-            extra = {"version": version, "samples": self.samples_done, "trained_s": self.trained_s}
-            self.learner.save(self.run_dir / "checkpoints", extra, KEEP_CHECKPOINTS)
-            if drafter is not None:
-                self.coordinator.call("checkpointed", self.learner.step)
-                if not unworthy:
-                    self._export(look.drafter if look else drafter, version, look)
-            self.group.sum(torch.zeros(1))
-            self.version, self.exported_step = version, self.learner.step
-
-    def _export(self, drafter: Drafter, version: int, look: Look | None) -> None:
-        drafts = self.config.serve.num_speculative_tokens
-        prediction = self._predict_on(drafter, list(self.held_out.values())) if look is None else look.candidate
-        if prediction is not None:
-            self.coordinator.tell("drift", self.learner.step, {
-                name: list(getattr(prediction, name)) for name in ("feature_norm", "sink_mass", "own_mass")})
-        walked = prediction.walked if prediction is not None else None
-        parent = version - 1 if version else None
-        path = export(drafter, self.run_dir / "drafters", version, self.serving_dtype, self.info, self.learner.step,
-                      self.samples_done, parent, walked)
-        served = load_drafter(path, self.info, self.head)
-        probes = [make_probe(served, self.head, sample, drafts, self.serving_dtype)
-                  for sample, _ in list(self.held_out.values())[:PROBES]]
-        self.coordinator.call("exported", Export(
-            version, self.learner.step, self.samples_done, parent, str(path),
-            prediction.acceptance_length if prediction is not None else None, walked,
-            list(prediction.walk.per_position) if prediction is not None else [], probes,
-            *((look.serving.walked, look.serving.walk.as_list(), look.serving_version) if look else ())))
+            self.publisher.publish(self.learner, self.samples_done, self.trained_s, self.served if if_worth_it else None)
 
     def _predict_on(self, drafter: Drafter, pairs: list[tuple[Sample, TeacherStatistics]]) -> Prediction | None:
         if not pairs:
             return None
         samples, statistics = zip(*pairs)
-        prediction = predict(drafter, self.head, samples, self.config.serve.num_speculative_tokens, self.serving_dtype,
-                             statistics)
+        # Not on the CPU that the drafter comes from: all ranks wait, and a GPU makes seconds of minutes.
+        prediction = predict(drafter, self.device_head, samples, self.config.serve.num_speculative_tokens, self.serving_dtype,
+                             statistics, compile=self.options.compile)
         return prediction if prediction.rounds else None

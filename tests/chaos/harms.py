@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from torchspec_lite.config import Config
-from workers import trainer
+from workers import publisher
 
 DAYS = 30 * 86400
 MS_REMOUNT, MNT_DETACH = 32, 2  # linux/mount.h
@@ -61,7 +61,7 @@ def small_disk(place: Path) -> Iterator[tuple[Callable, Callable]]:
 
 def dies_before_version_2(config: Config) -> None:
     """The trainer that is to write version 2 ends in between: its checkpoint is there, the version is not. Once."""
-    write, mark = trainer.export, config.run_dir / "died"
+    write, mark = publisher.export, config.run_dir / "died"
 
     def export(drafter, directory, version, *rest):
         if version == 2 and not mark.exists():
@@ -69,4 +69,4 @@ def dies_before_version_2(config: Config) -> None:
             os._exit(9)
         return write(drafter, directory, version, *rest)
 
-    trainer.export = export
+    publisher.export = export
