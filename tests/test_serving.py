@@ -22,7 +22,7 @@ def test_serving_from_a_closed_loops_config_captures_nothing(tmp_path, monkeypat
 
     @contextmanager
     def nothing(*_):
-        yield
+        yield ()
 
     async def at_once():
         return None

@@ -165,6 +165,20 @@ def test_a_trainer_that_turns_it_away_ends_it_at_once_and_one_that_is_slow_does_
     assert made[1].closed and gone.values()["left_out"] == {"lost": 1, "stream": 1} and forgotten(kept)
 
 
+def test_a_sender_that_does_not_close_holds_no_engine_up(clock, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(serving_capture, "CLOSE_WAIT_S", 0.1)
+    monkeypatch.setattr(Courier, "_sender", lambda self, endpoint, key: Deaf(endpoint))
+    courier = capture([("a", None)])
+    courier.senders[0].close = ended.wait
+    caller = threading.Thread(target=courier.close, daemon=True)
+    caller.start()
+    caller.join(WAIT_S)
+    assert not caller.is_alive() and courier.watch.is_alive()
+    ended.set()
+    courier.watch.join(WAIT_S)
+
+
 def test_what_was_let_go_is_counted_once(clock, monkeypatch):
     monkeypatch.setattr(Courier, "_sender", lambda self, endpoint, key: Deaf(endpoint))
     courier = capture([("a", None)])

@@ -2,7 +2,7 @@
 
 import time
 
-from torchspec_lite.peer import StreamError, StreamTimeout
+from torchspec_lite.peer import StreamError, StreamTimeout, joined
 from torchspec_lite.receiver_loop import ReceiverLoop
 from torchspec_lite.sample import Sample
 from torchspec_lite.stream_stats import Event, ReceiverStats, SenderView, receiver_waits_for
@@ -71,8 +71,8 @@ class Receiver(ReceiverLoop):
             self._closing = True
             self._lock.notify_all()
         self._wakeup.set()
-        self._thread.join()
-        self._wakeup.close()
+        if joined(self._thread):
+            self._wakeup.close()
 
     def _waiting_for(self) -> str:
         wanted = sum(self._credits.account(peer.session).wanted_samples for peer in self._peers.values())

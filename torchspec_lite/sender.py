@@ -16,7 +16,7 @@ from torchspec_lite.freed_memory import FreedMemory
 from torchspec_lite.keys import SenderKeys
 from torchspec_lite.outgoing import OutgoingSample
 from torchspec_lite.peer import (SILENT_HEARTBEATS, Rate, StreamError, StreamTimeout, Wakeup, connection_events, drain,
-                                 send_now)
+                                 joined, send_now)
 from torchspec_lite.sample import Sample
 from torchspec_lite.shared_slots import SharedSlots, Slot, host_identity, slot_bytes
 from torchspec_lite.stream_stats import Refusal, SenderStats
@@ -117,8 +117,8 @@ class Sender:
             self._closing = True
             self._lock.notify_all()
         self._wakeup.set()
-        self._thread.join()
-        self._wakeup.close()
+        if joined(self._thread):
+            self._wakeup.close()
         if self._slots:
             self._slots.close()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from torchspec_lite.errors import UserError
-from torchspec_lite.keys import load_keys
+from torchspec_lite.keys import SenderKeys, load_keys
 from torchspec_lite.sample import Sample, SampleError
 from torchspec_lite.stream import Sender, StreamError, StreamTimeout
 from torchspec_lite.target import describe
@@ -107,7 +107,8 @@ class Courier:
         self.waiting_bytes = 0
         self.lock = threading.Lock()
         self.over = threading.Event()
-        self.senders = [self._sender(*receiver) for receiver in receivers]
+        keys = [path and load_keys(Path(path)) for _, path in receivers]  # all of them first: a sender runs once it is made
+        self.senders = [self._sender(endpoint, key) for (endpoint, _), key in zip(receivers, keys)]
         self.thread = threading.Thread(target=self._work, name="capture courier", daemon=True)
         self.watch = threading.Thread(target=self._watch, args=(self.senders,), name="capture watch", daemon=True)
         self.thread.start()
@@ -193,7 +194,8 @@ class Courier:
         self._leave_out(reason)
 
     def _watch(self, senders: list[Sender]) -> None:
-        """Stop when a trainer rank has been away for too long, whether or not there is anything to send to it."""
+        """Stop when a trainer rank has been away for too long, whether or not there is anything to send to it. The senders are
+        closed here, where it keeps no engine waiting."""
         heard = [time.monotonic()] * len(senders)
         while not self.over.wait(min(self.settings.heartbeat_s, self.settings.max_age_s / 4)):
             now = time.monotonic()
@@ -201,24 +203,21 @@ class Courier:
             away = [sender.endpoint for sender, at in zip(senders, heard) if now - at >= self.settings.max_age_s]
             if away:
                 self._stop(f"no trainer has been at {', '.join(away)} for {self.settings.max_age_s:g} s")
+        for sender in senders:
+            sender.close()
 
-    def _stop(self, reason: str) -> None:
-        if self._let_go():
-            log.warning("served requests are captured no more: %s", reason)
-
-    def _let_go(self) -> bool:
-        """Capture nothing more and keep nothing; False when that is so already. What waits is counted as lost."""
+    def _stop(self, reason: str | None = None) -> None:
+        """Capture nothing more and keep nothing. What waits is counted as lost. `reason`: to be logged."""
         with self.lock:
             if self.over.is_set():
-                return False
+                return
             self.over.set()
             self.waiting_bytes -= sum(trail.nbytes for trail in self.trails.values())
             self.stats.left_out["lost"] += len(self.trails)
             self.trails.clear()
-            senders, self.senders, self.receivers = self.senders, [], []
-        for sender in senders:
-            sender.close()
-        return True
+            self.senders, self.receivers = [], []
+        if reason is not None:
+            log.warning("served requests are captured no more: %s", reason)
 
     def _leave_out(self, reason: str) -> None:
         with self.lock:
@@ -230,9 +229,8 @@ class Courier:
                       fingerprint=self.settings.fingerprint, layer_ids=self.settings.layer_ids, token_ids=taken.token_ids,
                       mask=taken.mask, aux=taken.aux, last=taken.last)
 
-    def _sender(self, endpoint: str, key_file: str | None) -> Sender:
+    def _sender(self, endpoint: str, keys: SenderKeys | None) -> Sender:
         settings = self.settings
-        keys = None if key_file is None else load_keys(Path(key_file))
         return Sender(endpoint, settings.identity, settings.budget_bytes, keys, settings.heartbeat_s, settings.wait_s,
                       settings.shared_memory)
 
@@ -245,8 +243,8 @@ class Courier:
                 "refused": sorted(refused), "senders": [asdict(sender.stats()) for sender in self.senders]}
 
     def close(self) -> None:
-        """Stop; what has not been sent is let go and counted."""
-        self._let_go()
+        """Stop; what has not been sent is let go and counted. Waits for its threads, but not for ever: an engine calls it."""
+        self._stop()
         self.waiting.put(None)
         for thread in (self.thread, self.watch):
             thread.join(CLOSE_WAIT_S)
