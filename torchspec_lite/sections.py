@@ -212,8 +212,8 @@ class ServeConfig(Section):
     drafter: str | None = None
     """Drafter folder that `torchspec-lite serve` starts with. None: the run's newest promoted version."""
     max_concurrency_for_speculation: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Above this many running requests (1 or more) a replica stops drafting. `auto`: by `break_even` and the acceptance
-    length of its latest rounds. None: it always drafts."""
+    """Above this many running requests (1 or more) a replica stops drafting, but not while it answers shadow prompts or
+    probes. `auto`: by `break_even` and the acceptance length of its latest rounds. None: it always drafts."""
     break_even: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = {}
     """Acceptance length that drafting needs to pay, by requests at once, as `python -m benchmarks.serving` prints it; the
     live state then says when drafting costs more than it gives. Empty: not known."""
