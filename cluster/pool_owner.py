@@ -1,10 +1,8 @@
 """Whose a serving pool is: one process at a time serves from a run directory, told by a lock that ends with it."""
 
-import fcntl
-import time
 from pathlib import Path
 
-from torchspec_lite.errors import UserError
+from torchspec_lite.file_lock import hold
 
 LOCK = "serving.lock"
 WAIT_S = 10.0
@@ -16,19 +14,8 @@ _held: dict[str, object] = {}
 def take(application: str, run_dir: str) -> None:
     """Own the run directory's pool until `give_up`, or until this process ends. Raises UserError while another one does."""
     Path(run_dir).mkdir(parents=True, exist_ok=True)
-    lock, deadline = (Path(run_dir) / LOCK).open("a"), time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as error:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            lock.close()
-            raise UserError(f"run directory {run_dir}: another command serves from it; end that, or serve a drafter of it "
-                            "under another name: name=… serve.drafter=FOLDER") from error
-    _held[application] = lock
+    _held[application] = hold(Path(run_dir) / LOCK, WAIT_S, f"run directory {run_dir}: another command serves from it; end "
+                              "that, or serve a drafter of it under another name: name=… serve.drafter=FOLDER")
 
 
 def owns(application: str) -> bool:

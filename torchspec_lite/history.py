@@ -10,7 +10,6 @@ was writing. A week of a run stays bounded: beyond `POINTS` rows a metric's olde
 width doubles as the run grows; a gauge keeps its mean, lowest and highest value, a counter its last.
 """
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -21,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchspec_lite.errors import UserError
+from torchspec_lite.file_lock import hold
 
 SCHEMA = pa.schema(
     [
@@ -51,14 +51,8 @@ class History:
         self.folder = Path(run_dir) / "metrics"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._roll_rows, self._points, self._recent = roll_rows, points, recent
-        self._lock = open(self.folder / "writer.lock", "a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise UserError(
-                f"{self.folder}: another process records this run's metrics; stop it or give the new run another name"
-            ) from error
+        self._lock = hold(self.folder / "writer.lock", 0.0, f"{self.folder}: another process records this run's metrics; stop "
+                          "it or give the new run another name")
         self._clean()
         self._number = max([last for _, last, _ in _segments(self.folder)], default=0) + 1
         self._open_tail()

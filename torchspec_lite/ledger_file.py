@@ -1,14 +1,13 @@
 """The SQLite file under the ledger: its tables, its one writer, its transactions."""
 
-import fcntl
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torchspec_lite.errors import UserError
+from torchspec_lite.file_lock import hold
 
 SCHEMA_VERSION = 1
 WAIT_S = 10.0
@@ -94,18 +93,8 @@ class LedgerFile:
 
     def _become_writer(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock, deadline = self.path.with_name(self.path.name + ".lock").open("a"), time.monotonic() + LOCK_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
-            except BlockingIOError as error:
-                if time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
-                lock.close()
-                raise UserError(f"ledger {self.path}: another process of this run is writing it; stop that run first, "
-                                "or give this one another name") from error
+        return hold(self.path.with_name(self.path.name + ".lock"), LOCK_S, f"ledger {self.path}: another process of this run "
+                    "is writing it; stop that run first, or give this one another name")
 
     def _prepare(self, reuse: int) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
